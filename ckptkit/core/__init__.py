@@ -1,0 +1,1 @@
+"""Geometry and planning: tensors, boxes, views, pieces, catalogs, layouts, plans. NumPy only, no I/O."""

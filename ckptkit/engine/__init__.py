@@ -1,0 +1,1 @@
+"""Moves bytes, decides nothing: buffers, copies, digests, the journal, executors."""

@@ -1,0 +1,1 @@
+"""Schemas of model families: the axes and the names of their tensors."""

@@ -1,0 +1,1 @@
+"""What users do with checkpoints: the Python API behind `ckptkit` and the command line."""

@@ -1,0 +1,1 @@
+"""Where bytes live: local files, URLs, slots, peers, live tensors."""

@@ -1,0 +1,82 @@
+# Every target sets up what it needs: .venv, from requirements.lock, plus an editable install of this tree.
+# It is done again when the lock or pyproject.toml changes. Another interpreter: make PYTHON=python3.13 test
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# Workers of pytest. Each imports torch, so that more than 8 cost more than they bring.
+WORKERS ?= auto
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup demo test lint format test-long docs bench lock clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo       run the demonstration"
+	@echo "make test       linters, types, import arrows, tests (not the long ones)"
+	@echo "make lint       the first three of these"
+	@echo "make format     let ruff mend what it can"
+	@echo "make test-long  the long tests"
+	@echo "make docs       the documentation, into site/"
+	@echo "make bench      the benchmarks"
+	@echo "make lock       renew requirements.lock"
+	@echo "make clean      remove .venv and everything that was made"
+
+setup: $(READY)
+
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "ckptkit needs Python 3.11 or newer, and '$(PYTHON)' is not: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
+	@[ -x $(BIN)/python ] || $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "'$(PYTHON)' cannot make virtual environments: it lacks venv or ensurepip." >&2; \
+	  echo "Debian, Ubuntu: apt-get install python3-venv   or choose another: make PYTHON=... $(MAKECMDGOALS)" >&2; exit 2; }
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip
+	$(BIN)/python -m pip install --quiet -r requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/ckptkit demo
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint
+	$(PYTEST) -m "not long"
+
+# pytest says 5 when it has selected nothing, which is no failure here.
+test-long: $(READY)
+	$(PYTEST) -m long || [ $$? -eq 5 ]
+
+docs: $(READY)
+	$(BIN)/mkdocs build --strict
+
+bench: $(READY)
+	@set -e; found=; for file in benchmarks/bench_*.py; do \
+	  [ -e "$$file" ] || continue; found=1; echo "== $$file"; $(BIN)/python "$$file"; done; \
+	[ -n "$$found" ] || echo "there is no benchmarks/bench_*.py"
+
+# Resolves all versions afresh but keeps torch and transformers, whose formats the tests know by version.
+lock:
+	rm -rf build/lock && $(PYTHON) -m venv build/lock
+	build/lock/bin/pip install --quiet $$(grep -E '^(torch|transformers)==' requirements.lock) ".[test,dev,docs]"
+	grep '^#' requirements.lock > build/lock/new
+	build/lock/bin/pip freeze --exclude ckptkit | sed -E 's/^(torch==[0-9.]+)[+].*/\1/' \
+	  | grep -viE '^(nvidia|cuda|triton|pytorch-triton)' >> build/lock/new
+	mv build/lock/new requirements.lock
+
+clean:
+	rm -rf $(VENV) build dist site demo-out htmlcov .coverage .cache .hypothesis .grimp_cache \
+	  .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find ckptkit formats cli tests -name __pycache__ -type d -prune -exec rm -rf {} +

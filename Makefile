@@ -60,7 +60,7 @@ test-long: $(READY)
 	$(PYTEST) -m long || [ $$? -eq 5 ]
 
 docs: $(READY)
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(READY)
 	@set -e; found=; for file in benchmarks/bench_*.py; do \

@@ -1,1 +1,1 @@
-"""Geometry and planning: tensors, boxes, views, pieces, catalogs, layouts, plans. NumPy only, no I/O."""
+"""Geometry and planning: tensors, boxes, views, layouts, catalogs, plans. Pure: numpy only, no I/O."""

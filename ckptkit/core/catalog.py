@@ -1,0 +1,347 @@
+"""Catalogs: all pieces of one checkpoint, as columns.
+
+An *entry* is a stored array: a local tensor, or one run of it, in a file. A *segment* is the affine map from one
+canonical tensor to one local tensor; a *piece* is a canonical box of a segment that lies in an entry. So the address of
+element `c` of a piece is
+
+    entry.offset + itemsize * (segment.base + sum(c * segment.strides) - entry.first)
+
+Offsets are relative to the start of a file's data (`File.data_start`), so that a catalog can be planned before headers
+are written. A piece costs `8 + 8 * axes` bytes, whatever the format.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.core.boxes import Box
+from ckptkit.core.dtypes import TABLE, DType
+from ckptkit.core.layouts import Layout
+from ckptkit.core.schema import Model, Tensor
+from ckptkit.core.views import LocalTensor
+from ckptkit.errors import FormatError
+
+I64 = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
+U8 = npt.NDArray[np.uint8]
+
+ROLES = ("param", "buffer", "master", "exp_avg", "exp_avg_sq", "momentum", "ema")
+ROLE_CODE = {role: code for code, role in enumerate(ROLES)}
+
+
+def is_weight(role: int) -> bool:
+    """Whether a role code is part of the model (param, buffer), not of the optimizer's state."""
+    return role < 2
+
+
+@dataclass(slots=True)
+class File:
+    """A file of a checkpoint.
+
+    Attributes:
+        path: Relative to the checkpoint's root.
+        size: Bytes; -1 when a destination is not laid out yet.
+        data_start: Where entries' offsets count from.
+        rank: The rank whose file it is, or -1.
+    """
+
+    path: str
+    size: int = -1
+    data_start: int = 0
+    rank: int = -1
+
+
+class Entries:
+    """Columns of entries.
+
+    Attributes:
+        file: Index into the catalog's files (u32).
+        local: Index into the catalog's local tensors (u32).
+        role, dtype: Codes of `ROLES` and `ckptkit.core.dtypes.TABLE` (u8).
+        first, last: The run of the local tensor that is stored (the whole: 0 and its size).
+        offset: Bytes from the file's data start.
+    """
+
+    __slots__ = ("dtype", "file", "first", "last", "local", "offset", "role")
+
+    def __init__(
+        self,
+        file: npt.ArrayLike,
+        local: npt.ArrayLike,
+        role: npt.ArrayLike,
+        dtype: npt.ArrayLike,
+        first: npt.ArrayLike,
+        last: npt.ArrayLike,
+        offset: npt.ArrayLike | None = None,
+    ) -> None:
+        self.file: U32 = np.asarray(file, np.uint32)
+        self.local: U32 = np.asarray(local, np.uint32)
+        self.role: U8 = np.asarray(role, np.uint8)
+        self.dtype: U8 = np.asarray(dtype, np.uint8)
+        self.first: I64 = np.asarray(first, np.int64)
+        self.last: I64 = np.asarray(last, np.int64)
+        self.offset: I64 = np.zeros(len(self.file), np.int64) if offset is None else np.asarray(offset, np.int64)
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def take(self, index: npt.NDArray[Any]) -> "Entries":
+        """These entries in another order, or some of them."""
+        return Entries(*(getattr(self, c)[index] for c in ("file", "local", "role", "dtype", "first", "last", "offset")))
+
+    @property
+    def nbytes(self) -> I64:
+        """Stored bytes of each entry."""
+        return (self.last - self.first) * ITEMSIZE[self.dtype]
+
+    @staticmethod
+    def concat(parts: Sequence["Entries"]) -> "Entries":
+        if not parts:
+            none = np.zeros(0, np.int64)
+            return Entries(none, none, none, none, none, none)
+        columns = ("file", "local", "role", "dtype", "first", "last", "offset")
+        return Entries(*(np.concatenate([getattr(part, c) for part in parts]) for c in columns))
+
+
+ITEMSIZE: I64 = np.asarray([dtype.itemsize for dtype in TABLE], np.int64)
+
+
+class Segments:
+    """Columns of affine maps, one row a segment of a local tensor. Canonical axes are padded to the widest tensor."""
+
+    __slots__ = ("base", "local", "start", "stop", "strides", "tensor")
+
+    def __init__(self, local: U32, tensor: U32, base: I64, strides: I64, start: I64, stop: I64) -> None:
+        self.local, self.tensor, self.base, self.strides = local, tensor, base, strides
+        self.start, self.stop = start, stop
+
+    def __len__(self) -> int:
+        return len(self.local)
+
+
+class Pieces:
+    """Columns of pieces: `segment`, `entry` (u32) and a canonical box `lo`, `hi` (`[pieces, axes]`)."""
+
+    __slots__ = ("entry", "hi", "lo", "segment")
+
+    def __init__(self, segment: U32, entry: U32, lo: npt.NDArray[Any], hi: npt.NDArray[Any]) -> None:
+        self.segment, self.entry, self.lo, self.hi = segment, entry, lo, hi
+
+    def __len__(self) -> int:
+        return len(self.segment)
+
+    def take(self, index: npt.NDArray[Any]) -> "Pieces":
+        return Pieces(self.segment[index], self.entry[index], self.lo[index], self.hi[index])
+
+    @property
+    def volume(self) -> I64:
+        """Elements of each piece."""
+        return np.prod(self.hi.astype(np.int64) - self.lo, axis=1)
+
+
+@dataclass
+class Extras:
+    """What is no tensor. All values are plain JSON.
+
+    Attributes:
+        common: Kept on any change of layout: `step`, `groups` (optimizer groups, see below), scheduler, ...
+        by_coordinate: Per mesh coordinate (`"tp=0,pp=1,cp=0,dp=3"`), such as RNG states: kept only where the
+            destination has the coordinate in a mesh of the same sizes.
+        by_sample: Loader state that is sharded by sample: a list of states, one a data-parallel rank of the source.
+        files: Configuration and tokenizer files carried along: name to content.
+
+    A group is `{kind, step, tensors: [canonical names], ...hyper-parameters}`.
+    """
+
+    common: dict[str, Any] = field(default_factory=dict)
+    by_coordinate: dict[str, Any] = field(default_factory=dict)
+    by_sample: list[Any] = field(default_factory=list)
+    files: dict[str, bytes] = field(default_factory=dict)
+
+
+class Catalog:
+    """All pieces of one checkpoint, where they lie, and what goes with them.
+
+    Attributes:
+        format: Name of the format, for example `native`.
+        where: URL, for messages.
+        tensors: Canonical tensors, by name. Where no model is known these are the stored names.
+        locals: Local tensors that entries refer to.
+        files, entries: What is stored where.
+        layout: The layout it was written in, or None where the format does not tell.
+        model: The bound model, or None.
+        names: Family of names the files use.
+        extras: Step, groups, configuration files, ...
+        facts: Whatever else the format tells, for `inspect` (epoch, lineage, versions).
+    """
+
+    def __init__(
+        self,
+        *,
+        format: str,
+        where: str,
+        tensors: Mapping[str, Tensor],
+        locals: Sequence[LocalTensor],
+        files: Sequence[File],
+        entries: Entries,
+        layout: Layout | None = None,
+        model: Model | None = None,
+        names: str = "canonical",
+        extras: Extras | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.format = format
+        self.where = where
+        self.tensors = dict(tensors)
+        self.locals = list(locals)
+        self.files = list(files)
+        self.entries = entries
+        self.layout = layout
+        self.model = model
+        self.names = names
+        self.extras = extras or Extras()
+        self.facts = dict(facts or {})
+
+    @cached_property
+    def tensor_list(self) -> list[Tensor]:
+        """Tensors by position: what `Segments.tensor` indexes."""
+        return list(self.tensors.values())
+
+    @cached_property
+    def width(self) -> int:
+        """Axes of the widest tensor."""
+        return max((len(t.shape) for t in self.tensor_list), default=0)
+
+    @cached_property
+    def segments(self) -> Segments:
+        """Affine maps of all local tensors."""
+        number = {name: index for index, name in enumerate(self.tensors)}
+        local, tensor, base, strides, start, stop = [], [], [], [], [], []
+        width = self.width
+        for index, item in enumerate(self.locals):
+            for segment in item.segments:
+                origin, steps = segment.flat(item.shape)
+                pad = width - len(steps)
+                local.append(index)
+                tensor.append(number[segment.tensor])
+                base.append(origin)
+                strides.append((*steps, *(0,) * pad))
+                start.append((*segment.box.start, *(0,) * pad))
+                stop.append((*segment.box.stop, *(1,) * pad))
+        count = len(local)
+        return Segments(
+            np.asarray(local, np.uint32),
+            np.asarray(tensor, np.uint32),
+            np.asarray(base, np.int64),
+            np.asarray(strides, np.int64).reshape(count, width),
+            np.asarray(start, np.int64).reshape(count, width),
+            np.asarray(stop, np.int64).reshape(count, width),
+        )
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """Every canonical box of every entry, sorted by entry."""
+        entries, segments, width = self.entries, self.segments, self.width
+        box_type = np.int64 if any(n >= 1 << 31 for t in self.tensor_list for n in t.shape) else np.int32
+        sizes = np.asarray([item.size for item in self.locals], np.int64)
+        full = (entries.first == 0) & (entries.last == sizes[entries.local]) if len(entries) else np.zeros(0, bool)
+        # Whole entries: one piece a segment.
+        first_of = np.searchsorted(segments.local, np.arange(len(self.locals) + 1)) if len(segments) else None
+        whole = np.flatnonzero(full)
+        if first_of is None:
+            none = np.zeros(0, np.uint32)
+            return Pieces(none, none, np.zeros((0, width), box_type), np.zeros((0, width), box_type))
+        begin, count = first_of[entries.local[whole]], np.diff(first_of)[entries.local[whole]]
+        entry = np.repeat(whole, count)
+        within = np.arange(len(entry)) - np.repeat(np.cumsum(count) - count, count)
+        segment = np.repeat(begin, count) + within
+        columns = [(segment, entry, segments.start[segment].astype(box_type), segments.stop[segment].astype(box_type))]
+        # Runs: cut each local tensor's segments once for all distinct runs, then give them to every role.
+        part = np.flatnonzero(~full & (entries.first < entries.last))
+        if len(part):
+            columns += list(self._cut_runs(part, first_of, box_type))
+        piece_segment = np.concatenate([c[0] for c in columns]).astype(np.uint32)
+        piece_entry = np.concatenate([c[1] for c in columns]).astype(np.uint32)
+        lo, hi = np.concatenate([c[2] for c in columns]), np.concatenate([c[3] for c in columns])
+        order = np.lexsort((piece_segment, piece_entry))
+        order = order[np.all(lo[order] < hi[order], axis=1)]
+        return Pieces(piece_segment[order], piece_entry[order], lo[order], hi[order])
+
+    def _cut_runs(
+        self, part: I64, first_of: I64, box_type: type
+    ) -> Iterable[tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]]:
+        entries, width = self.entries, self.width
+        order = part[np.lexsort((entries.last[part], entries.first[part], entries.local[part]))]
+        local, first, last = entries.local[order], entries.first[order], entries.last[order]
+        new = np.ones(len(order), bool)
+        new[1:] = (local[1:] != local[:-1]) | (first[1:] != first[:-1]) | (last[1:] != last[:-1])
+        members = np.flatnonzero(new)  # first entry of each distinct run
+        run_count = np.diff([*members, len(order)])
+        run_local, run_first, run_last = local[members], first[members], last[members]
+        bounds = np.flatnonzero(np.diff(run_local, prepend=np.uint32(0xFFFFFFFF), append=np.uint32(0xFFFFFFFF)))
+        for a, b in zip(bounds[:-1], bounds[1:], strict=True):
+            index = int(run_local[a])
+            item = self.locals[index]
+            for number, segment in enumerate(item.segments):
+                owner, lo, hi = segment.cut(item.shape, run_first[a:b], run_last[a:b])
+                if not len(owner):
+                    continue
+                run = owner + a
+                count = run_count[run]
+                which = np.repeat(np.arange(len(run)), count)
+                within = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
+                entry = order[members[run][which] + within]
+                pad = width - lo.shape[1]
+                lo_ = np.pad(lo, ((0, 0), (0, pad))).astype(box_type)
+                hi_ = np.pad(hi, ((0, 0), (0, pad)), constant_values=1).astype(box_type)
+                yield np.full(len(which), first_of[index] + number), entry, lo_[which], hi_[which]
+
+    @cached_property
+    def piece_key(self) -> I64:
+        """`tensor * len(ROLES) + role` of each piece, with the catalog's own tensor numbers."""
+        pieces = self.pieces
+        return self.segments.tensor[pieces.segment].astype(np.int64) * len(ROLES) + self.entries.role[pieces.entry]
+
+    @cached_property
+    def held(self) -> dict[tuple[str, str], DType]:
+        """`(tensor, role)` to the dtype it is stored in, for everything that has an entry."""
+        found: dict[tuple[str, str], DType] = {}
+        for local, role, dtype in np.unique(
+            np.column_stack([self.entries.local, self.entries.role, self.entries.dtype]).astype(np.int64), axis=0
+        ):
+            for segment in self.locals[local].segments:
+                key = (segment.tensor, ROLES[role])
+                if found.setdefault(key, TABLE[dtype]) is not TABLE[dtype]:
+                    raise FormatError(
+                        f"{self.where}: {key[0]} ({key[1]}) is stored as {found[key]} in one place and "
+                        f"{TABLE[dtype]} in another",
+                        tensor=key[0],
+                    )
+        return found
+
+    @property
+    def step(self) -> int | None:
+        """Completed optimizer steps, where known."""
+        step = self.extras.common.get("step")
+        return int(step) if step is not None else None
+
+    def describe_entry(self, entry: int) -> str:
+        """`'key' (role) in file`, for messages."""
+        e = self.entries
+        item = self.locals[int(e.local[entry])]
+        run = ""
+        if (e.first[entry], e.last[entry]) != (0, item.size):
+            run = f" elements {e.first[entry]}:{e.last[entry]}"
+        return f"{item.key!r} ({ROLES[e.role[entry]]}){run} in {self.files[int(e.file[entry])].path}"
+
+    def describe_piece(self, piece: int) -> str:
+        """`tensor (role) [box], 'key' in file`, for messages."""
+        pieces = self.pieces
+        tensor = self.tensor_list[int(self.segments.tensor[pieces.segment[piece]])]
+        axes = len(tensor.shape)
+        box = Box(tuple(map(int, pieces.lo[piece][:axes])), tuple(map(int, pieces.hi[piece][:axes])))
+        return f"{tensor.name} {box}, {self.describe_entry(int(pieces.entry[piece]))}"

@@ -1,0 +1,67 @@
+"""Stores: where the bytes of a checkpoint live, seen from a reader.
+
+Paths are relative to the checkpoint's root, with `/` between folders. A store never leaves its root: a path with
+`..`, an absolute path or a link that points outside is refused.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+
+class Reader(ABC):
+    """An open file. Methods may be called from several threads at once."""
+
+    size: int
+
+    @abstractmethod
+    def readinto(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes from `offset` on. Raises StoreError when the file ends or changes before that."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Store(ABC):
+    """A checkpoint's root, read-only."""
+
+    url: str
+    parallel: int = 32
+    """How many small reads are worth having in flight."""
+
+    @abstractmethod
+    def files(self) -> Sequence[str]:
+        """Every regular file below the root, sorted. Raises StoreError when the root is missing or no directory."""
+
+    @abstractmethod
+    def exists(self, path: str) -> bool: ...
+
+    @abstractmethod
+    def size(self, path: str) -> int:
+        """Bytes of a file. Raises ShardMissingError when it is absent, StoreError when it is no regular file."""
+
+    @abstractmethod
+    def identity(self, path: str) -> str:
+        """A short text that changes when the file's content may have changed (size, time, inode or ETag)."""
+
+    @abstractmethod
+    def open(self, path: str) -> Reader: ...
+
+    def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """Bytes `[offset, offset + nbytes)` of a file, to its end unless given."""
+        with self.open(path) as reader:
+            count = reader.size - offset if nbytes is None else nbytes
+            data = bytearray(max(count, 0))
+            reader.readinto(offset, memoryview(data))
+        return bytes(data)
+
+    def local_path(self, path: str) -> str | None:
+        """The file's path in the local file system where it has one (for links and copies in the kernel)."""
+        return None

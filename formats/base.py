@@ -1,0 +1,72 @@
+"""What a format is: a way to read a directory into a catalog, and to lay local tensors out into files.
+
+A format module says only what its pieces are. It does no bulk I/O: `read` takes headers and metadata; `lay_out` decides every
+byte's place before any byte moves.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from ckptkit.core.catalog import Catalog
+from ckptkit.core.destination import Destination
+from ckptkit.core.layouts import Layout
+from ckptkit.core.schema import Schema
+from ckptkit.stores.base import Store
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """What a user may say about a source that the source does not say, or says wrongly."""
+
+    model: Schema | None = None
+    layout: Layout | None = None
+    config: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class WriteOptions:
+    """What a user may choose about a destination's files."""
+
+    max_shard_size: int = 5_000_000_000
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Format(ABC):
+    """One on-disk format.
+
+    Attributes:
+        name: As `--to` takes it.
+        names: The family of names its files use, where it is one; `canonical` where files carry boxes of their own.
+        roles: Roles it can hold.
+        ranks: Whether it can hold a layout of more than one rank.
+        extras: Whether it can hold step, optimizer groups and the rest of `Extras.common`.
+        marker: The file that makes a checkpoint of this format whole, or None where completeness is by content.
+    """
+
+    name: ClassVar[str]
+    names: ClassVar[str] = "canonical"
+    roles: ClassVar[tuple[str, ...]] = ("param", "buffer")
+    ranks: ClassVar[bool] = False
+    extras: ClassVar[bool] = False
+    marker: ClassVar[str | None] = None
+
+    @abstractmethod
+    def detect(self, store: Store) -> bool:
+        """Whether the root looks like this format (cheap: names, and at most one small file)."""
+
+    @abstractmethod
+    def read(self, store: Store, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008
+        """The catalog of the checkpoint at the store's root. Headers and metadata only.
+
+        Raises:
+            FormatError, ShardMissingError, CorruptionError, UnsafeError: it is not a whole checkpoint of this format.
+        """
+
+    @abstractmethod
+    def lay_out(self, shards: Catalog, options: WriteOptions = WriteOptions()) -> Destination:  # noqa: B008
+        """Place the entries of `shards` (from `ckptkit.core.shards`) into files.
+
+        `shards.extras` holds what to carry along; `shards.layout`, `shards.model` and `shards.names` say what it is.
+        """

@@ -10,7 +10,7 @@ Offsets are relative to the start of a file's data (`File.data_start`), so that 
 are written. A piece costs `8 + 8 * axes` bytes, whatever the format.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -36,6 +36,22 @@ ROLE_CODE = {role: code for code, role in enumerate(ROLES)}
 def is_weight(role: int) -> bool:
     """Whether a role code is part of the model (param, buffer), not of the optimizer's state."""
     return role < 2
+
+
+LEAF = 1 << 20
+"""Bytes under one digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """Digests of a file's data: xxh3-128 of each `LEAF` bytes from `data_start` on; the last leaf may be short.
+
+    `digests` has 16 bytes (canonical, big-endian) a leaf, as an array `[leaves, 16]` of u8.
+    """
+
+    data_start: int
+    size: int
+    digests: npt.NDArray[np.uint8]
 
 
 @dataclass(slots=True)
@@ -177,6 +193,8 @@ class Catalog:
         names: Family of names the files use.
         extras: Step, groups, configuration files, ...
         facts: Whatever else the format tells, for `inspect` (epoch, lineage, versions).
+        leaves: File number to the digests of that file's data, loaded when asked for; None where there are none.
+        identities: Path to `Store.identity` when headers were read, so that a source that changes is noticed.
     """
 
     def __init__(
@@ -193,6 +211,8 @@ class Catalog:
         names: str = "canonical",
         extras: Extras | None = None,
         facts: Mapping[str, Any] | None = None,
+        leaves: Callable[[int], Leaves | None] | None = None,
+        identities: Mapping[str, str] | None = None,
     ) -> None:
         self.format = format
         self.where = where
@@ -205,6 +225,8 @@ class Catalog:
         self.names = names
         self.extras = extras or Extras()
         self.facts = dict(facts or {})
+        self.leaves = leaves
+        self.identities = dict(identities or {})
 
     @cached_property
     def tensor_list(self) -> list[Tensor]:

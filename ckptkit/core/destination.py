@@ -3,14 +3,9 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
+from ckptkit.core.catalog import LEAF, Catalog, Leaves
 
-from ckptkit.core.catalog import Catalog
-
-LEAF = 1 << 20
-"""Bytes under one digest."""
-
+__all__ = ["LEAF", "Destination", "Fixup", "Leaves", "Literal", "Written"]
 
 @dataclass(frozen=True, slots=True)
 class Literal:
@@ -31,18 +26,6 @@ class Fixup:
     start: int
     stop: int
     offsets: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Leaves:
-    """Digests of a file's data: xxh3-128 of each `LEAF` bytes from `data_start` on; the last leaf may be short.
-
-    `digests` has 16 bytes (canonical, big-endian) a leaf, as an array `[leaves, 16]` of u8.
-    """
-
-    data_start: int
-    size: int
-    digests: npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)

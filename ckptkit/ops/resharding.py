@@ -1,0 +1,97 @@
+"""Resharding: one checkpoint to another layout, format or family of names."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptkit.core.layouts import Layout
+from ckptkit.ops.planning import PlanReport
+from ckptkit.ops.reports import Progress, Report
+
+
+@dataclass
+class ReshardResult(Report):
+    """What was done.
+
+    Attributes:
+        url: The destination.
+        plan: The plan that was run (also with `dry_run`, when nothing else is set).
+        dry_run: Whether nothing was written.
+        bytes_read, bytes_written: In this run.
+        bytes_reused: Durable since an interrupted run with the same arguments, or linked.
+        files: Files of the destination.
+        seconds: Wall-clock time, checks included.
+        checked: Whether the destination was opened again and its structure found whole.
+    """
+
+    url: str
+    plan: PlanReport
+    dry_run: bool = False
+    bytes_read: int = 0
+    bytes_written: int = 0
+    bytes_reused: int = 0
+    files: int = 0
+    seconds: float = 0.0
+    checked: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+def reshard(
+    src: str,
+    dst: str,
+    *,
+    to: str | None = None,
+    layout: str | Layout | None = None,
+    like: str | None = None,
+    names: str | None = None,
+    from_format: str | None = None,
+    source_layout: str | Layout | None = None,
+    model: str | None = None,
+    config: str | Mapping[str, Any] | None = None,
+    dtype: str | None = None,
+    only: Sequence[str] = (),
+    drop: Sequence[str] = (),
+    drop_optimizer: bool = False,
+    drop_extras: bool = False,
+    master_from_param: bool = False,
+    max_shard_size: int = 5_000_000_000,
+    threads: int | None = None,
+    memory: int = 256 << 20,
+    replicas: str = "check",
+    dry_run: bool = False,
+    restart: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> ReshardResult:
+    """Write the checkpoint at `src` to `dst` in another format, layout or family of names.
+
+    Args:
+        src: As `ckptkit.ops.open` takes it.
+        dst: A path that does not exist yet (or `overwrite`). It appears whole or not at all.
+        to: Destination format; the source's unless given.
+        layout: Destination layout. Unless given: the source's where the format holds ranks, else one rank.
+        like: Another checkpoint, whose format, layout and names are taken where not given.
+        names: Family of names, where the format leaves it open.
+        from_format, source_layout, model, config: Override what is detected of the source.
+        dtype: Cast parameters and buffers, except those that stay float32. Optimizer state keeps its dtype.
+        only: Globs over canonical names, destination names or `name/role`; the rest is left behind.
+        drop: Globs likewise, of what is left behind.
+        drop_optimizer: Allow that optimizer state, groups and other training state are left behind.
+        drop_extras: Allow that extras which the destination cannot hold are left behind.
+        master_from_param: Make missing masters from parameters of lower precision.
+        max_shard_size: Bytes of a weight file, in formats that have no ranks.
+        threads, memory: Workers and bytes of buffers.
+        replicas: `check` compares equal pieces of the source, `first` takes the first.
+        dry_run: Plan only.
+        restart: Forget an interrupted run of the same arguments, which is continued otherwise.
+        overwrite: Replace `dst`; the old one goes only after the new one is whole.
+        progress: Called with bytes done and in all.
+
+    Raises:
+        UsageError: arguments that make no sense, or something would be lost without its flag; lists it.
+        LayoutError: the layout does not fit the model.
+        FormatError, CoverageError, CorruptionError, UnsafeError: the source is unusable.
+        StoreError: the destination is (no space, no permission).
+        InterruptedRunError: stopped; the same call goes on.
+    """
+    raise NotImplementedError

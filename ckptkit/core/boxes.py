@@ -54,7 +54,9 @@ class Box:
 
     def __str__(self) -> str:
         """As errors print it: `[0:2, 5, 0:8]`; an axis of one element shows its index."""
-        parts = (f"{lo}" if hi == lo + 1 else f"{lo}:{hi}" for lo, hi in zip(self.start, self.stop, strict=True))
+        parts = (
+            f"{lo}" if hi == lo + 1 else f"{lo}:{hi}" for lo, hi in zip(self.start, self.stop, strict=True)
+        )
         return f"[{', '.join(parts)}]"
 
 

@@ -100,14 +100,18 @@ class Entries:
         self.dtype: U8 = np.asarray(dtype, np.uint8)
         self.first: I64 = np.asarray(first, np.int64)
         self.last: I64 = np.asarray(last, np.int64)
-        self.offset: I64 = np.zeros(len(self.file), np.int64) if offset is None else np.asarray(offset, np.int64)
+        self.offset: I64 = (
+            np.zeros(len(self.file), np.int64) if offset is None else np.asarray(offset, np.int64)
+        )
 
     def __len__(self) -> int:
         return len(self.file)
 
     def take(self, index: npt.NDArray[Any]) -> "Entries":
         """These entries in another order, or some of them."""
-        return Entries(*(getattr(self, c)[index] for c in ("file", "local", "role", "dtype", "first", "last", "offset")))
+        return Entries(
+            *(getattr(self, c)[index] for c in ("file", "local", "role", "dtype", "first", "last", "offset"))
+        )
 
     @property
     def nbytes(self) -> I64:
@@ -270,7 +274,11 @@ class Catalog:
         entries, segments, width = self.entries, self.segments, self.width
         box_type = np.int64 if any(n >= 1 << 31 for t in self.tensor_list for n in t.shape) else np.int32
         sizes = np.asarray([item.size for item in self.locals], np.int64)
-        full = (entries.first == 0) & (entries.last == sizes[entries.local]) if len(entries) else np.zeros(0, bool)
+        full = (
+            (entries.first == 0) & (entries.last == sizes[entries.local])
+            if len(entries)
+            else np.zeros(0, bool)
+        )
         # Whole entries: one piece a segment.
         first_of = np.searchsorted(segments.local, np.arange(len(self.locals) + 1)) if len(segments) else None
         whole = np.flatnonzero(full)
@@ -281,7 +289,14 @@ class Catalog:
         entry = np.repeat(whole, count)
         within = np.arange(len(entry)) - np.repeat(np.cumsum(count) - count, count)
         segment = np.repeat(begin, count) + within
-        columns = [(segment, entry, segments.start[segment].astype(box_type), segments.stop[segment].astype(box_type))]
+        columns = [
+            (
+                segment,
+                entry,
+                segments.start[segment].astype(box_type),
+                segments.stop[segment].astype(box_type),
+            )
+        ]
         # Runs: cut each local tensor's segments once for all distinct runs, then give them to every role.
         part = np.flatnonzero(~full & (entries.first < entries.last))
         if len(part):
@@ -304,7 +319,9 @@ class Catalog:
         members = np.flatnonzero(new)  # first entry of each distinct run
         run_count = np.diff([*members, len(order)])
         run_local, run_first, run_last = local[members], first[members], last[members]
-        bounds = np.flatnonzero(np.diff(run_local, prepend=np.uint32(0xFFFFFFFF), append=np.uint32(0xFFFFFFFF)))
+        bounds = np.flatnonzero(
+            np.diff(run_local, prepend=np.uint32(0xFFFFFFFF), append=np.uint32(0xFFFFFFFF))
+        )
         for a, b in zip(bounds[:-1], bounds[1:], strict=True):
             index = int(run_local[a])
             item = self.locals[index]
@@ -326,14 +343,18 @@ class Catalog:
     def piece_key(self) -> I64:
         """`tensor * len(ROLES) + role` of each piece, with the catalog's own tensor numbers."""
         pieces = self.pieces
-        return self.segments.tensor[pieces.segment].astype(np.int64) * len(ROLES) + self.entries.role[pieces.entry]
+        return (
+            self.segments.tensor[pieces.segment].astype(np.int64) * len(ROLES)
+            + self.entries.role[pieces.entry]
+        )
 
     @cached_property
     def held(self) -> dict[tuple[str, str], DType]:
         """`(tensor, role)` to the dtype it is stored in, for everything that has an entry."""
         found: dict[tuple[str, str], DType] = {}
         for local, role, dtype in np.unique(
-            np.column_stack([self.entries.local, self.entries.role, self.entries.dtype]).astype(np.int64), axis=0
+            np.column_stack([self.entries.local, self.entries.role, self.entries.dtype]).astype(np.int64),
+            axis=0,
         ):
             for segment in self.locals[local].segments:
                 key = (segment.tensor, ROLES[role])

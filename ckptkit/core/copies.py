@@ -81,7 +81,9 @@ def strided(source: Catalog, s: Pieces, destination: Catalog, d: Pieces) -> Copi
     src, src_strides, src_item = _address(source, s, lo)
     dst, dst_strides, dst_item = _address(destination, d, lo)
     se, de = source.entries, destination.entries
-    shape, src_strides, dst_strides, src_run, dst_run = _normal(shape, src_strides, dst_strides, src_item, dst_item)
+    shape, src_strides, dst_strides, src_run, dst_run = _normal(
+        shape, src_strides, dst_strides, src_item, dst_item
+    )
     src_end = src + src_run + ((shape - 1) * src_strides).sum(axis=1)
     dst_end = dst + dst_run + ((shape - 1) * dst_strides).sum(axis=1)
     found = Copies(
@@ -114,7 +116,9 @@ def _normal(
     src_strides = np.where(single, 0, src_strides)
     dst_strides = np.where(single, 0, dst_strides)
     order = np.argsort(np.where(single, np.iinfo(np.int64).max, -dst_strides), axis=1, kind="stable")
-    shape, src_strides, dst_strides = (np.take_along_axis(x, order, 1) for x in (shape, src_strides, dst_strides))
+    shape, src_strides, dst_strides = (
+        np.take_along_axis(x, order, 1) for x in (shape, src_strides, dst_strides)
+    )
     src_run, dst_run = src_item.copy(), dst_item.copy()
     out_shape = np.ones_like(shape)
     out_src, out_dst = np.zeros_like(shape), np.zeros_like(shape)
@@ -140,7 +144,11 @@ def _normal(
         depth = depth + fresh
     used = max(int(depth.max()) if rows else 0, 0)
     # Loops were opened innermost first; turn them round, so that the outermost comes first.
-    flip = np.where(np.arange(used)[None, :] < depth[:, None], depth[:, None] - 1 - np.arange(used)[None, :], np.arange(used))
+    flip = np.where(
+        np.arange(used)[None, :] < depth[:, None],
+        depth[:, None] - 1 - np.arange(used)[None, :],
+        np.arange(used),
+    )
     return (
         np.take_along_axis(out_shape[:, :used], flip, 1),
         np.take_along_axis(out_src[:, :used], flip, 1),

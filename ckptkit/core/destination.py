@@ -7,6 +7,7 @@ from ckptkit.core.catalog import LEAF, Catalog, Leaves
 
 __all__ = ["LEAF", "Destination", "Fixup", "Leaves", "Literal", "Written"]
 
+
 @dataclass(frozen=True, slots=True)
 class Literal:
     """Bytes of a destination file that are known before the data: headers, pickles, zip trailers."""

@@ -21,7 +21,9 @@ class BoxSet:
 
     __slots__ = ("hi", "key", "lo")
 
-    def __init__(self, key: I64, lo: npt.NDArray[np.signedinteger], hi: npt.NDArray[np.signedinteger]) -> None:
+    def __init__(
+        self, key: I64, lo: npt.NDArray[np.signedinteger], hi: npt.NDArray[np.signedinteger]
+    ) -> None:
         self.key, self.lo, self.hi = key, lo, hi
 
     def __len__(self) -> int:

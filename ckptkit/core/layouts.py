@@ -55,7 +55,9 @@ class Layout:
         if self.rule not in ZERO_RULES:
             raise LayoutError(f"layout zero rule {self.rule!r}: known rules are {', '.join(ZERO_RULES)}")
         if sorted(self.order.split("-")) != sorted(DEFAULT_ORDER.split("-")):
-            raise LayoutError(f"layout order={self.order}: must be tp, cp, ep, dp, pp in some order, like {DEFAULT_ORDER}")
+            raise LayoutError(
+                f"layout order={self.order}: must be tp, cp, ep, dp, pp in some order, like {DEFAULT_ORDER}"
+            )
         if (self.tp * self.cp * self.dp) % (self.etp * self.ep):
             raise LayoutError(
                 f"layout {self}: etp*ep = {self.etp * self.ep} must divide tp*cp*dp = {self.tp * self.cp * self.dp}, "
@@ -63,7 +65,9 @@ class Layout:
             )
         if self.stages is not None:
             if len(self.stages) != self.pp or min(self.stages) < 0:
-                raise LayoutError(f"layout {self}: pp={self.pp} needs {self.pp} stage sizes, has {len(self.stages)}")
+                raise LayoutError(
+                    f"layout {self}: pp={self.pp} needs {self.pp} stage sizes, has {len(self.stages)}"
+                )
             if self.vpp > 1:
                 raise LayoutError(f"layout {self}: stage sizes and vpp cannot be combined")
         if not np.array_equal(self.dense["pp"], self.expert["pp"]):
@@ -110,7 +114,9 @@ class Layout:
             elif value != default[name].default:
                 parts.append(f"{name}={value}")
         if self.zero:
-            parts.append(f"zero={self.zero}" + ("" if self.rule == "even" or self.zero == 3 else f":{self.rule}"))
+            parts.append(
+                f"zero={self.zero}" + ("" if self.rule == "even" or self.zero == 3 else f":{self.rule}")
+            )
         if self.order != DEFAULT_ORDER:
             parts.append(f"order={self.order}")
         return ",".join(parts) or "tp=1"
@@ -176,10 +182,14 @@ class Layout:
         """
         if self.stages is not None:
             if sum(self.stages) != layers:
-                raise LayoutError(f"layout {self}: stage sizes add up to {sum(self.stages)}, the model has {layers} layers")
+                raise LayoutError(
+                    f"layout {self}: stage sizes add up to {sum(self.stages)}, the model has {layers} layers"
+                )
             return self
         if self.vpp > 1 and layers % (self.pp * self.vpp):
-            raise LayoutError(f"layout {self}: pp*vpp = {self.pp * self.vpp} must divide the model's {layers} layers")
+            raise LayoutError(
+                f"layout {self}: pp*vpp = {self.pp * self.vpp} must divide the model's {layers} layers"
+            )
         if self.vpp > 1 or layers % self.pp == 0:
             return self
         few, more = divmod(layers, self.pp)

@@ -156,7 +156,9 @@ def make_plan(source: Catalog, destination: Catalog, *, master_from_param: bool 
     if len(short):
         _raise_gap(source, destination, int(short[0]), len(short), int(got[short[0]]), int(volume[short[0]]))
     order = np.argsort(dst, kind="stable")
-    plan = Plan(source, destination, src[order], dst[order], kept, replicas, key_source, elements=int(volume.sum()))
+    plan = Plan(
+        source, destination, src[order], dst[order], kept, replicas, key_source, elements=int(volume.sum())
+    )
     for key, origin in key_source.items():
         if origin[1] != key[1] or held[origin] is not wanted[key]:
             plan.casts.append(Cast(key[0], key[1], origin[1], held[origin], wanted[key]))

@@ -180,7 +180,9 @@ class Model:
         try:
             return self.sizes[axis]
         except KeyError:
-            raise LayoutError(f"model {self.schema.id}: the configuration gives no size for axis {axis}") from None
+            raise LayoutError(
+                f"model {self.schema.id}: the configuration gives no size for axis {axis}"
+            ) from None
 
     @property
     def families(self) -> tuple[str, ...]:
@@ -194,9 +196,13 @@ class Model:
         for known in self.schema.families:
             if known.name == family:
                 return Names(self, known)
-        raise LayoutError(f"model {self.schema.id} has no names {family!r}; it has {', '.join(self.families)}")
+        raise LayoutError(
+            f"model {self.schema.id} has no names {family!r}; it has {', '.join(self.families)}"
+        )
 
-    def _sections(self, first: Sequence[Any], layer: Sequence[Any], last: Sequence[Any]) -> Iterator[tuple[Any, int]]:
+    def _sections(
+        self, first: Sequence[Any], layer: Sequence[Any], last: Sequence[Any]
+    ) -> Iterator[tuple[Any, int]]:
         """Every line that applies to this configuration, with its layer (first: 0, last: the last layer)."""
         end = self.layers - 1
         for line in first:
@@ -272,7 +278,9 @@ class Names:
                 tensors = {part.tensor: _fill(part.tensor, base) for part in view.parts}
                 for tensor in tensors.values():
                     if tensor not in model.tensors:
-                        raise LayoutError(f"names {self.name} of {model.schema.id}: {key} uses unknown tensor {tensor}")
+                        raise LayoutError(
+                            f"names {self.name} of {model.schema.id}: {key} uses unknown tensor {tensor}"
+                        )
                 lines.append(_Line(key, view, index, tensors, layer, len(lines)))
         return lines
 
@@ -296,7 +304,9 @@ class Names:
         ranks_at: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
         groups: dict[tuple[str, bool, int], list[_Group]] = {}
         for line in self._lines:
-            stage = 0 if line.layer == -1 else layout.pp - 1 if line.layer == -2 else int(stage_of[line.layer])
+            stage = (
+                0 if line.layer == -1 else layout.pp - 1 if line.layer == -2 else int(stage_of[line.layer])
+            )
             part = line.view.parts[0]
             expert = model.tensors[line.tensors[part.tensor]].is_expert
             e = line.index.get("e", -1)
@@ -398,7 +408,9 @@ class StoredNames:
             yield Placement(LocalTensor(name, tensor.shape, (segment,)), ranks, order, False)
 
 
-def _ranks(layout: Layout, expert: bool, stage: int, meshes: Iterable[Mapping[str, int]]) -> npt.NDArray[np.int64]:
+def _ranks(
+    layout: Layout, expert: bool, stage: int, meshes: Iterable[Mapping[str, int]]
+) -> npt.NDArray[np.int64]:
     """Ranks of one stage at any of some mesh coordinates, ordered by their index among replicas."""
     mesh = layout.expert if expert else layout.dense
     held = np.zeros(layout.world, bool)

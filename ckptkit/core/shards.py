@@ -67,7 +67,9 @@ def shards(
     roles_of: dict[str, dict[str, DType]] = defaultdict(dict)
     for (tensor, role), dtype in held.items():
         roles_of[tensor][role] = dtype
-    placements = [p for p in names.placements(layout, pad) if any(s.tensor in roles_of for s in p.local.segments)]
+    placements = [
+        p for p in names.placements(layout, pad) if any(s.tensor in roles_of for s in p.local.segments)
+    ]
     roles = [_common_roles(p, roles_of) for p in placements]
     shapes = [p.local.shape for p in placements]
     parts: list[Entries] = []
@@ -80,7 +82,9 @@ def shards(
         having = [k for k, has in enumerate(roles) if role in has]
         state = role in STATE_ROLES
         cut_state = layout.zero and (state or layout.zero == 3) and role != "buffer"
-        dealt = [k for k in having if not cut_state or 0 in shapes[k]]  # empty tensors have an entry, but no run
+        dealt = [
+            k for k in having if not cut_state or 0 in shapes[k]
+        ]  # empty tensors have an entry, but no run
         having = [k for k in having if cut_state and 0 not in shapes[k]]
         if layout.zero == 3:
             _cut_groups(layout, placements, having, shapes, role, add, lambda s, n: zero.rows(s, n))
@@ -90,7 +94,9 @@ def shards(
             for k in having:
                 kinds[frozenset(r for r in roles[k] if r in STATE_ROLES)].append(k)
             for members in kinds.values():
-                _cut_groups(layout, placements, members, shapes, role, add, lambda s, n: zero.cut(layout.rule, s, n))
+                _cut_groups(
+                    layout, placements, members, shapes, role, add, lambda s, n: zero.cut(layout.rule, s, n)
+                )
         by_ranks: dict[bytes, list[int]] = defaultdict(list)
         for k in dealt:
             by_ranks[placements[k].ranks.tobytes()].append(k)
@@ -143,7 +149,9 @@ def _cut_groups(layout, placements, members, shapes, role, add, rule) -> None:  
         same = np.zeros(len(order), bool)
         for column in (local, first, last):
             column_ = column[order]
-            same[1:] = (column_[1:] == column_[:-1]) if column is local else same[1:] & (column_[1:] == column_[:-1])
+            same[1:] = (
+                (column_[1:] == column_[:-1]) if column is local else same[1:] & (column_[1:] == column_[:-1])
+            )
         start = np.flatnonzero(~same)
         count = np.diff([*start, len(order)])
         keep = order[start + local[order[start]] % count]

@@ -75,7 +75,9 @@ class Segment:
         `c` are canonical (global) indices, so `base` may be negative.
         """
         rows = row_major_strides(shape)
-        strides = tuple(step * rows[dim] if dim >= 0 else 0 for dim, step in zip(self.dim, self.step, strict=True))
+        strides = tuple(
+            step * rows[dim] if dim >= 0 else 0 for dim, step in zip(self.dim, self.step, strict=True)
+        )
         base = sum(o * r for o, r in zip(self.origin, rows, strict=True))
         return base - sum(lo * s for lo, s in zip(self.box.start, strides, strict=True)), strides
 
@@ -146,7 +148,9 @@ class View:
             while True:
                 kind, name, _ = tokens[position]
                 if kind != "tensor":
-                    raise LayoutError(f"view {text!r}: each alternative in [] starts with `tensor:`, found {name!r}")
+                    raise LayoutError(
+                        f"view {text!r}: each alternative in [] starts with `tensor:`, found {name!r}"
+                    )
                 position += 1
                 axes = []
                 while tokens[position][0] == "axis":

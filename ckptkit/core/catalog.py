@@ -180,7 +180,7 @@ class Extras:
     common: dict[str, Any] = field(default_factory=dict)
     by_coordinate: dict[str, Any] = field(default_factory=dict)
     by_sample: list[Any] = field(default_factory=list)
-    files: dict[str, bytes] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 class Catalog:
@@ -195,7 +195,7 @@ class Catalog:
         layout: The layout it was written in, or None where the format does not tell.
         model: The bound model, or None.
         names: Family of names the files use.
-        extras: Step, groups, configuration files, ...
+        extras: Step, groups, configuration files, ...; may be given as a function, called when they are asked for.
         facts: Whatever else the format tells, for `inspect` (epoch, lineage, versions).
         leaves: File number to the digests of that file's data, loaded when asked for; None where there are none.
         identities: Path to `Store.identity` when headers were read, so that a source that changes is noticed.
@@ -213,7 +213,7 @@ class Catalog:
         layout: Layout | None = None,
         model: Model | None = None,
         names: str = "canonical",
-        extras: Extras | None = None,
+        extras: Extras | Callable[[], Extras] | None = None,
         facts: Mapping[str, Any] | None = None,
         leaves: Callable[[int], Leaves | None] | None = None,
         identities: Mapping[str, str] | None = None,
@@ -227,10 +227,15 @@ class Catalog:
         self.layout = layout
         self.model = model
         self.names = names
-        self.extras = extras or Extras()
+        self._load_extras = extras if callable(extras) else lambda: extras or Extras()
         self.facts = dict(facts or {})
         self.leaves = leaves
         self.identities = dict(identities or {})
+
+    @cached_property
+    def extras(self) -> Extras:
+        """What is no tensor. May read small files on first use."""
+        return self._load_extras()
 
     @cached_property
     def tensor_list(self) -> list[Tensor]:
@@ -369,7 +374,7 @@ class Catalog:
     @property
     def step(self) -> int | None:
         """Completed optimizer steps, where known."""
-        step = self.extras.common.get("step")
+        step = self.facts["step"] if "step" in self.facts else self.extras.common.get("step")
         return int(step) if step is not None else None
 
     def describe_entry(self, entry: int) -> str:

@@ -72,7 +72,7 @@ def interval_boxes(shape: tuple[int, ...], first: Ints, last: Ints) -> tuple[Int
     """Cut row-major intervals `[first[k], last[k])` of an array of `shape` into boxes.
 
     Each interval gives at most `2 * len(shape) - 1` boxes, in row-major order of their first element
-    within an interval. Empty intervals give none.
+    within an interval. Empty intervals give none. Intervals lie inside the array.
 
     Returns:
         `(owner, lo, hi)`: the interval `k` each box belongs to, and its bounds, `[boxes, axes]`.
@@ -96,7 +96,7 @@ def interval_boxes(shape: tuple[int, ...], first: Ints, last: Ints) -> tuple[Int
 
     for depth in range(rank):
         inner = prod(shape[depth + 1 :])
-        if depth == rank - 1 or inner == 0:
+        if depth == rank - 1:
             emit(owner, prefix, a, b)
             break
         row_a, rest_a = np.divmod(a, inner)

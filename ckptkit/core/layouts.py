@@ -8,6 +8,7 @@ with `edp = tp * cp * dp / (etp * ep)`.
 import re
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,9 @@ from ckptkit.errors import LayoutError
 
 ZERO_RULES = ("even", "megatron", "deepspeed", "whole")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+MAX_WORLD = 1 << 22
 _DEGREES = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
+_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(frozen=True)
@@ -45,16 +48,21 @@ class Layout:
     order: str = DEFAULT_ORDER
 
     def __post_init__(self) -> None:
-        for name in _DEGREES:
-            if getattr(self, name) < 1:
-                raise LayoutError(f"layout {name}={getattr(self, name)}: a degree is at least 1")
-        if self.world > 1 << 22:
-            raise LayoutError(f"layout has {self.world} ranks; more than {1 << 22} are not supported")
+        for name in (*_DEGREES, "zero"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise LayoutError(f"layout {name}={value!r}: must be a whole number")
+            if value < 1 and name != "zero":
+                raise LayoutError(f"layout {name}={value}: a degree is at least 1")
+        if self.world > MAX_WORLD:
+            raise LayoutError(f"layout has {self.world} ranks; more than {MAX_WORLD} are not supported")
         if self.zero not in (0, 1, 2, 3):
             raise LayoutError(f"layout zero={self.zero}: ZeRO stages are 0, 1, 2 and 3")
         if self.rule not in ZERO_RULES:
             raise LayoutError(f"layout zero rule {self.rule!r}: known rules are {', '.join(ZERO_RULES)}")
-        if sorted(self.order.split("-")) != sorted(DEFAULT_ORDER.split("-")):
+        if self.zero not in (1, 2):
+            object.__setattr__(self, "rule", "even")  # equal layouts are written alike, and compare equal
+        if sorted(str(self.order).split("-")) != sorted(DEFAULT_ORDER.split("-")):
             raise LayoutError(
                 f"layout order={self.order}: must be tp, cp, ep, dp, pp in some order, like {DEFAULT_ORDER}"
             )
@@ -63,18 +71,29 @@ class Layout:
                 f"layout {self}: etp*ep = {self.etp * self.ep} must divide tp*cp*dp = {self.tp * self.cp * self.dp}, "
                 "since experts live on the ranks of one pipeline stage; change ep, etp or dp"
             )
-        if self.stages is not None:
-            if len(self.stages) != self.pp or min(self.stages) < 0:
-                raise LayoutError(
-                    f"layout {self}: pp={self.pp} needs {self.pp} stage sizes, has {len(self.stages)}"
-                )
-            if self.vpp > 1:
-                raise LayoutError(f"layout {self}: stage sizes and vpp cannot be combined")
-        if not np.array_equal(self.dense["pp"], self.expert["pp"]):
+        self._check_stages()
+        if self.pp > 1 and self._faster_than_pp(self._dense_sizes) != self._faster_than_pp(
+            self._expert_sizes
+        ):
             raise LayoutError(
                 f"layout {self}: order {self.order} puts dense and expert tensors of one rank on different "
                 "pipeline stages; put pp last"
             )
+
+    def _check_stages(self) -> None:
+        if self.stages is None:
+            return
+        object.__setattr__(self, "stages", tuple(self.stages))
+        if not all(
+            isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in self.stages
+        ):
+            raise LayoutError(f"layout stage sizes {self.stages}: must be whole numbers, one a stage")
+        if len(self.stages) != self.pp:
+            raise LayoutError(
+                f"layout {self}: pp={self.pp} needs {self.pp} stage sizes, has {len(self.stages)}"
+            )
+        if self.vpp > 1:
+            raise LayoutError(f"layout {self}: stage sizes and vpp cannot be combined")
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
@@ -89,18 +108,18 @@ class Layout:
             if name == "order":
                 values[name] = value
                 continue
-            number, _, detail = value.partition(":")
-            if not number.isdigit():
+            number, colon, detail = value.partition(":")
+            if not _NUMBER.fullmatch(number):
                 raise LayoutError(f"layout {text!r}: {item!r} needs a whole number")
             values[name] = int(number)
-            if detail and name == "pp":
+            if colon and name == "pp":
                 sizes = detail.split("/")
-                if not all(size.isdigit() for size in sizes):
+                if not all(_NUMBER.fullmatch(size) for size in sizes):
                     raise LayoutError(f"layout {text!r}: stage sizes look like pp=4:6/7/7/7, not {item!r}")
                 values["stages"] = tuple(int(size) for size in sizes)
-            elif detail and name == "zero":
+            elif colon and name == "zero":
                 values["rule"] = detail
-            elif detail:
+            elif colon:
                 raise LayoutError(f"layout {text!r}: {item!r} takes nothing after ':'")
         return cls(**values)  # type: ignore[arg-type]
 
@@ -114,9 +133,7 @@ class Layout:
             elif value != default[name].default:
                 parts.append(f"{name}={value}")
         if self.zero:
-            parts.append(
-                f"zero={self.zero}" + ("" if self.rule == "even" or self.zero == 3 else f":{self.rule}")
-            )
+            parts.append(f"zero={self.zero}" + ("" if self.rule == "even" else f":{self.rule}"))
         if self.order != DEFAULT_ORDER:
             parts.append(f"order={self.order}")
         return ",".join(parts) or "tp=1"
@@ -140,17 +157,35 @@ class Layout:
     @cached_property
     def dense(self) -> dict[str, npt.NDArray[np.int64]]:
         """Coordinates of every rank on the dense mesh: `tp, cp, dp, pp`, and `shard`, its index among `cp x dp`."""
-        sizes = {"tp": self.tp, "cp": self.cp, "ep": 1, "dp": self.dp, "pp": self.pp}
-        mesh = self._coordinates(sizes)
+        mesh = self._coordinates(self._dense_sizes)
         del mesh["ep"]
-        mesh["shard"] = self._index_of(mesh, ("cp", "dp"), sizes)
+        index = np.zeros(self.world, np.int64)
+        scale = 1
+        for axis in self.order.split("-"):
+            if axis in ("cp", "dp"):
+                index += mesh[axis] * scale
+                scale *= self._dense_sizes[axis]
+        mesh["shard"] = index
         return mesh
 
     @cached_property
     def expert(self) -> dict[str, npt.NDArray[np.int64]]:
         """Coordinates of every rank on the expert mesh: `etp, ep, edp, pp`, and `shard`, its index in `edp`."""
-        mesh = self._coordinates({"tp": self.etp, "cp": 1, "ep": self.ep, "dp": self.edp, "pp": self.pp})
+        mesh = self._coordinates(self._expert_sizes)
         return {"etp": mesh["tp"], "ep": mesh["ep"], "edp": mesh["dp"], "pp": mesh["pp"], "shard": mesh["dp"]}
+
+    @property
+    def _dense_sizes(self) -> dict[str, int]:
+        return {"tp": self.tp, "cp": self.cp, "ep": 1, "dp": self.dp, "pp": self.pp}
+
+    @property
+    def _expert_sizes(self) -> dict[str, int]:
+        return {"tp": self.etp, "cp": 1, "ep": self.ep, "dp": self.edp, "pp": self.pp}
+
+    def _faster_than_pp(self, sizes: dict[str, int]) -> int:
+        """Ranks from one pipeline stage to the next."""
+        axes = self.order.split("-")
+        return prod(sizes[axis] for axis in axes[: axes.index("pp")])
 
     def _coordinates(self, sizes: dict[str, int]) -> dict[str, npt.NDArray[np.int64]]:
         rest = np.arange(self.world, dtype=np.int64)
@@ -158,17 +193,6 @@ class Layout:
         for axis in self.order.split("-"):
             rest, mesh[axis] = np.divmod(rest, sizes[axis])
         return mesh
-
-    def _index_of(
-        self, mesh: dict[str, npt.NDArray[np.int64]], axes: tuple[str, ...], sizes: dict[str, int]
-    ) -> npt.NDArray[np.int64]:
-        index = np.zeros(self.world, np.int64)
-        scale = 1
-        for axis in self.order.split("-"):
-            if axis in axes:
-                index = index + mesh[axis] * scale
-                scale *= sizes[axis]
-        return index
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """The mesh coordinate of one rank, as extras are keyed by it."""

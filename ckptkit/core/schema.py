@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from ckptkit.core.boxes import Box
 from ckptkit.core.layouts import Layout
 from ckptkit.core.views import LocalTensor, Segment, Span, View
-from ckptkit.errors import LayoutError
+from ckptkit.errors import FormatError, LayoutError
 
 OPTIMIZER_ROLES: dict[str, tuple[str, ...]] = {
     "adamw": ("master", "exp_avg", "exp_avg_sq"),
@@ -73,7 +74,7 @@ class Declare:
     decay: bool = True
     keep_fp32: bool = False
     when: str = ":"
-    only_if: str = ""  # a configuration flag that must be true (see Schema.flags), or `!flag`
+    only_if: str = ""  # a flag of the configuration that must hold (see Schema.flags), or `!flag`
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +83,21 @@ class Name:
 
     Both may use `{i}` (layer), `{i-1}`, `{2i}`, `{2i+1}`, ... (arithmetic on it), `{last}` (the last layer), and `{e}`
     (an expert; the view then fixes `expert={e}`). `when` limits the layers, as a slice: `"1:"`.
+
+    Neighbouring lines whose keys agree up to `{e}` are the parameters of one expert's module: they take turns, expert
+    by expert. A `copy` is a further name of a tensor that an earlier line names (a tied output layer): ranks hold it only
+    where pipeline stages keep it apart from the first; a reader accepts it anywhere (`Names.copies`).
     """
 
     key: str
     view: str
     when: str = ":"
     only_if: str = ""
+    copy: bool = False
+
+
+Flags = Mapping[str, bool | frozenset[int]]
+"""What a configuration switches on: for all layers, or for some."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +124,12 @@ class Schema:
             `"tp:inner=kv_head"` (takes what remains of the degree when it exceeds that axis).
         families: Namings; `canonical` is added by itself.
         sizes: Configuration to axis sizes; also gives `layers`.
-        flags: Configuration to the flags that `only_if` names.
+        flags: Configuration to the flags that `only_if` names: true or false, or the layers in which they hold.
         model_types: Values of `model_type` in a Transformers configuration that this schema covers.
         configs: Family name to a function `(config) -> config` that writes the configuration in that family's terms.
         reads_config: Turns any family's configuration into the one `sizes` understands; identity unless given.
+        harmless: Patterns of stored names that mean nothing here, such as buffers that every library makes anew: a
+            checkpoint is whole with and without them.
     """
 
     id: str
@@ -127,14 +139,19 @@ class Schema:
     rules: Mapping[str, str]
     families: tuple[Family, ...]
     sizes: Callable[[Mapping[str, Any]], dict[str, int]]
-    flags: Callable[[Mapping[str, Any]], dict[str, bool]] = lambda config: {}
+    flags: Callable[[Mapping[str, Any]], Flags] = lambda config: {}
     model_types: tuple[str, ...] = ()
     configs: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = field(default_factory=dict)
     reads_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    harmless: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         return self.id.split("@")[0]
+
+    def is_harmless(self, key: str) -> bool:
+        """Whether a stored name is one of those that a checkpoint may have or lack."""
+        return any(re.search(pattern, key) for pattern in self.harmless)
 
     def bind(self, config: Mapping[str, Any]) -> "Model":
         """The model of one configuration (any family's). Raises LayoutError that names a bad or missing field."""
@@ -153,9 +170,7 @@ class Schema:
 class Model:
     """A schema bound to one configuration: canonical tensors with sizes, and its families of names."""
 
-    def __init__(
-        self, schema: Schema, config: dict[str, Any], sizes: dict[str, int], flags: Mapping[str, bool]
-    ) -> None:
+    def __init__(self, schema: Schema, config: dict[str, Any], sizes: dict[str, int], flags: Flags) -> None:
         self.schema = schema
         self.config = config
         self.sizes = sizes
@@ -206,21 +221,69 @@ class Model:
         """Every line that applies to this configuration, with its layer (first: 0, last: the last layer)."""
         end = self.layers - 1
         for line in first:
-            if self._applies(line):
+            if self._applies(line, 0):
                 yield line, 0
         for i in range(self.layers):
             for line in layer:
-                if self._applies(line) and i in _layers(line.when, self.layers):
+                if self._applies(line, i) and i in _layers(line.when, self.layers):
                     yield line, i
         for line in last:
-            if self._applies(line):
+            if self._applies(line, end):
                 yield line, end
 
-    def _applies(self, line: Any) -> bool:
-        flag = line.only_if
-        if not flag:
+    def _applies(self, line: Any, layer: int) -> bool:
+        if not line.only_if:
             return True
-        return not self.flags[flag[1:]] if flag.startswith("!") else self.flags[flag]
+        value = self.flags[line.only_if.removeprefix("!")]
+        holds = value if isinstance(value, bool) else layer in value
+        return holds != line.only_if.startswith("!")
+
+    def family_of(self, keys: Iterable[str], where: str = "the checkpoint") -> str:
+        """The family whose names a checkpoint's stored names are.
+
+        The family that knows most of them wins. A name may be missing or unknown: whether the checkpoint is whole is
+        for its reader to say.
+
+        Raises:
+            FormatError: no family knows them, two know equally many, or some belong to another family only.
+        """
+        stored = {key for key in keys if not self.schema.is_harmless(key)}
+        known = {family.name: self.names(family.name).keys for family in self.schema.families}
+        count = {name: len(stored & theirs) for name, theirs in known.items()}
+        best = max(count, key=lambda name: count[name])
+        if not count[best]:
+            raise FormatError(
+                f"{where}: none of its {len(stored)} tensors has a name of {self.schema.id} "
+                f"({_some(stored)}); its families are {', '.join(known)}{self._prefix_hint(stored, known)}"
+            )
+        tied = sorted(name for name in count if count[name] == count[best])
+        if len(tied) > 1:
+            raise FormatError(
+                f"{where}: its names are {' as much as '.join(tied)} names of {self.schema.id} "
+                f"({_some(stored)}); it holds too little to tell which, give the names to use",
+                families=tied,
+            )
+        for name, theirs in known.items():
+            strangers = (stored & theirs) - known[best]
+            if strangers:
+                raise FormatError(
+                    f"{where} mixes names of two families of {self.schema.id}: {best} ({_some(stored & known[best])}) "
+                    f"and {name} ({_some(strangers)}); it was merged by hand or holds two models, keep one",
+                    families=[best, name],
+                )
+        return best
+
+    def _prefix_hint(self, stored: set[str], known: Mapping[str, frozenset[str]]) -> str:
+        """Names the prefix that trainers put before (`module.`) or leave off, where that explains the names."""
+        heads = {key.split(".")[0] + "." for key in stored}
+        for name, theirs in known.items():
+            for head in sorted(heads):
+                if len({key.removeprefix(head) for key in stored} & theirs) * 2 > len(stored):
+                    return f"; without the prefix {head!r} they are names of {name}"
+            for head in sorted({key.split(".")[0] + "." for key in theirs}):
+                if len({head + key for key in stored} & theirs) * 2 > len(stored):
+                    return f"; with the prefix {head!r} they would be names of {name}"
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +306,7 @@ class _Line:
     tensors: dict[str, str]
     layer: int  # -1 first, -2 last
     order: int
+    copy: bool
 
 
 _Group = tuple[dict[str, Span], list[dict[str, int]]]
@@ -266,28 +330,44 @@ class Names:
         model = self.model
         experts = range(model.sizes.get("expert", 0))
         first, last = set(map(id, self.family.first)), set(map(id, self.family.last))
-        parsed: dict[str, View] = {}
-        for line, i in model._sections(self.family.first, self.family.layer, self.family.last):
-            view = parsed.setdefault(line.view, View.parse(line.view))
-            layer = -1 if id(line) in first else -2 if id(line) in last else i
-            by_expert = any(index == "{e}" for _, index in view.fixed)
+        view_of = lru_cache(maxsize=None)(View.parse)
+        sections = model._sections(self.family.first, self.family.layer, self.family.last)
+        # Lines without an expert each make a group of their own.
+        for (i, module), group in groupby(
+            sections, lambda item: (item[1], _expert_module(item[0].key) or id(item[0]))
+        ):
             base = _variables(i, model.layers)
-            for e in experts if by_expert else (0,):
-                index = {**base, "e": e} if by_expert else base
-                key = _fill(line.key, index)
-                tensors = {part.tensor: _fill(part.tensor, base) for part in view.parts}
-                for tensor in tensors.values():
-                    if tensor not in model.tensors:
-                        raise LayoutError(
-                            f"names {self.name} of {model.schema.id}: {key} uses unknown tensor {tensor}"
-                        )
-                lines.append(_Line(key, view, index, tensors, layer, len(lines)))
+            members = [line for line, _ in group]
+            for e in experts if isinstance(module, str) else (-1,):
+                index = {**base, "e": e} if e >= 0 else base
+                for line in members:
+                    view = view_of(line.view)
+                    key = _fill(line.key, index)
+                    tensors = {part.tensor: _fill(part.tensor, base) for part in view.parts}
+                    for tensor in tensors.values():
+                        if tensor not in model.tensors:
+                            raise LayoutError(
+                                f"names {self.name} of {model.schema.id}: {key} uses unknown tensor {tensor}"
+                            )
+                    layer = -1 if id(line) in first else -2 if id(line) in last else i
+                    lines.append(_Line(key, view, index, tensors, layer, len(lines), line.copy))
         return lines
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """Every name of the family, copies included."""
+        return frozenset(line.key for line in self._lines)
 
     @cached_property
     def whole(self) -> dict[str, LocalTensor]:
         """Every name of the family unsharded, in module order."""
         return {p.local.key: p.local for p in self.placements(Layout())}
+
+    @cached_property
+    def copies(self) -> dict[str, LocalTensor]:
+        """Further names of tensors that `whole` names already, unsharded and unpadded: replicas where they are stored."""
+        staged = self.placements(Layout(pp=2), pad=False)
+        return {p.local.key: p.local for p in staged if self._lines[p.order].copy}
 
     def unpadded(self) -> dict[str, LocalTensor]:
         """As `whole`, but without the padding that a rule asks for (a vocabulary as published)."""
@@ -304,6 +384,8 @@ class Names:
         ranks_at: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
         groups: dict[tuple[str, bool, int], list[_Group]] = {}
         for line in self._lines:
+            if line.copy and layout.pp == 1:
+                continue
             stage = (
                 0 if line.layer == -1 else layout.pp - 1 if line.layer == -2 else int(stage_of[line.layer])
             )
@@ -429,6 +511,16 @@ def _canonical(schema: Schema) -> Family:
         return tuple(Name(d.name, f"{d.name}: {d.axes}", d.when, d.only_if) for d in declares)
 
     return Family("canonical", lines(schema.first), lines(schema.layer), lines(schema.last))
+
+
+def _expert_module(key: str) -> str:
+    """What a name template has before the expert's number: equal for the parameters of one expert's module."""
+    return key.partition("{e}")[0] if "{e}" in key else ""
+
+
+def _some(keys: Iterable[str], most: int = 3) -> str:
+    ordered = sorted(keys)
+    return ", ".join(ordered[:most]) + (", ..." if len(ordered) > most else "")
 
 
 def _layers(when: str, layers: int) -> range:

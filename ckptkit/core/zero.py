@@ -35,7 +35,9 @@ def cut_flat(start: Ints, size: Ints, parts: Sequence[tuple[int, int, int]]) -> 
     rank = np.asarray([part[0] for part in parts], np.int64)
     lo = np.asarray([part[1] for part in parts], np.int64)
     hi = np.asarray([part[2] for part in parts], np.int64)
-    order = np.argsort(start, kind="stable")
+    order = np.lexsort(
+        (start + size, start)
+    )  # an empty tensor sorts before the one that starts at the same place
     begin, end = start[order], (start + size)[order]
     # Tensors are disjoint and sorted, so each part meets one stretch of them.
     left = np.searchsorted(end, lo, side="right")
@@ -161,7 +163,6 @@ _RULES: dict[str, Callable[[Sequence[tuple[int, ...]], int], Cut]] = {
 
 def cut(rule: str, shapes: Sequence[tuple[int, ...]], ranks: int) -> Cut:
     """Cut tensors of `shapes` over `ranks` by a rule of `ckptkit.core.layouts.ZERO_RULES`."""
-    try:
-        return _RULES[rule](shapes, ranks)
-    except KeyError:
-        raise LayoutError(f"unknown ZeRO rule {rule!r}; known: {', '.join(_RULES)}") from None
+    if rule not in _RULES:
+        raise LayoutError(f"unknown ZeRO rule {rule!r}; known: {', '.join(_RULES)}")
+    return _RULES[rule](shapes, ranks)

@@ -25,9 +25,6 @@ from ckptkit.core.schema import Model, Tensor
 from ckptkit.core.views import LocalTensor
 from ckptkit.errors import FormatError
 
-if TYPE_CHECKING:
-    from ckptkit.core.destination import Leaves
-
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
 U8 = npt.NDArray[np.uint8]

@@ -17,7 +17,10 @@ class Reader(ABC):
 
     @abstractmethod
     def readinto(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes from `offset` on. Raises StoreError when the file ends or changes before that."""
+        """Fill `buffer` with the bytes from `offset` on.
+
+        Raises FormatError when the file ends before that, StoreError when the store fails.
+        """
 
     @abstractmethod
     def close(self) -> None: ...
@@ -25,7 +28,9 @@ class Reader(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -45,7 +50,7 @@ class Store(ABC):
 
     @abstractmethod
     def size(self, path: str) -> int:
-        """Bytes of a file. Raises ShardMissingError when it is absent, StoreError when it is no regular file."""
+        """Bytes of a file. Raises ShardMissingError when it is absent, FormatError when it is no regular file."""
 
     @abstractmethod
     def identity(self, path: str) -> str:

@@ -1,0 +1,54 @@
+"""`ckptkit reshard`: write a checkpoint in another layout, format or family of names."""
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptkit.cli import show
+from ckptkit.cli.common import common, notes, print_report, reshard_options
+from ckptkit.cli.plan import print_plan
+from ckptkit.cli.progress import Progress
+from ckptkit.cli.values import PLACE
+
+if TYPE_CHECKING:
+    from ckptkit.ops.resharding import ReshardResult
+
+
+@click.command(short_help="Write a checkpoint in another layout or format.")
+@click.argument("src", type=PLACE, metavar="SRC")
+@click.argument("dst", type=PLACE, metavar="DST")
+@reshard_options
+@click.option("--restart", is_flag=True, help="Start over, where an interrupted run would be continued.")
+@click.option("--dry-run", is_flag=True, help="Plan and prove, write nothing.")
+@common
+def reshard(src: str, dst: str, as_json: bool, **options: Any) -> None:
+    """Write the checkpoint at SRC to DST, in another layout, format or family of names.
+
+    Everything is detected from SRC but what is given. DST appears whole or not at all. An interrupted run goes on with the
+    same command. What DST cannot hold is listed and needs its flag (--drop-optimizer, --drop-extras, --drop): nothing is
+    lost silently.
+    """
+    from ckptkit import ops
+
+    with Progress("resharding") as progress:
+        result = ops.reshard(src, dst, progress=progress, **options)
+    if as_json:
+        print_report(result)
+        return
+    notes(result.notes)
+    if result.dry_run:
+        print_plan(result.plan)
+        return
+    click.echo(done(result))
+
+
+def done(result: "ReshardResult") -> str:
+    """The one line that says what was written."""
+    total = result.bytes_written + result.bytes_reused
+    reused = f", {show.nbytes(result.bytes_reused)} of it there before" if result.bytes_reused else ""
+    rate = f" ({show.rate(result.bytes_written / result.seconds)})" if result.seconds > 0 else ""
+    whole = ", opened again and whole" if result.checked else ""
+    return (
+        f"{show.style('done', 'green')}: {result.url}, {show.plural(result.files, 'file')}, {show.nbytes(total)}{reused}, "
+        f"in {show.duration(result.seconds)}{rate}{whole}"
+    )

@@ -56,14 +56,14 @@ def _print(report: "DiffReport") -> None:
     notes(report.notes)
     table = show.Table(
         (
-            show.Column("tensor", cut=True),
+            show.Column("tensor", cut=36),
             show.Column("role"),
             show.Column("differ", right=True),
             show.Column("of", right=True, spare=2),
             show.Column("max |a-b|", right=True),
             show.Column("relative", right=True, spare=1),
             show.Column("at", spare=3),
-            show.Column("where", cut=True),
+            show.Column("where", cut=20),
         )
     )
     for row in report.tensors:

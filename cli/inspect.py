@@ -132,10 +132,10 @@ def _print_summary(found: "Inspection") -> None:
         )
     tensors = show.Table(
         (
-            show.Column("tensor", cut=True),
+            show.Column("tensor", cut=36),
             show.Column("×", right=True),
-            show.Column("axes", cut=True, spare=1),
-            show.Column("roles", cut=True, spare=2),
+            show.Column("axes", cut=20, spare=1),
+            show.Column("roles", cut=20, spare=2),
             show.Column("size", right=True),
         )
     )
@@ -178,12 +178,12 @@ def _roles(roles: dict[str, str]) -> str:
 def _print_entries(rows: "list[EntryRow]", rank: int | None) -> None:
     table = show.Table(
         (
-            show.Column("key", cut=True),
+            show.Column("key", cut=36),
             show.Column("role"),
             show.Column("dtype", spare=2),
             show.Column("local shape", spare=1),
             show.Column("elements", right=True),
-            show.Column("file", cut=True),
+            show.Column("file", cut=20),
             show.Column("offset", right=True),
             show.Column("size", right=True),
         )
@@ -203,10 +203,10 @@ def _print_entries(rows: "list[EntryRow]", rank: int | None) -> None:
 def _print_pieces(rows: "list[PieceRow]") -> None:
     table = show.Table(
         (
-            show.Column("tensor", cut=True),
+            show.Column("tensor", cut=36),
             show.Column("box"),
             show.Column("rank", right=True, spare=2),
-            show.Column("file", cut=True),
+            show.Column("file", cut=20),
             show.Column("offset", right=True),
             show.Column("byte strides", spare=1),
             show.Column("dtype", spare=4),

@@ -26,14 +26,14 @@ def ls(run: str, as_json: bool) -> None:
         return
     table = show.Table(
         (
-            show.Column("step", cut=True),
+            show.Column("step", cut=20),
             show.Column("age", right=True),
             show.Column("size", right=True),
             show.Column("files", right=True, spare=3),
             show.Column("format", spare=2),
-            show.Column("layout", cut=True, spare=1),
+            show.Column("layout", cut=20, spare=1),
             show.Column("state"),
-            show.Column("", cut=True),
+            show.Column("", cut=20),
         )
     )
     for step in found.steps:

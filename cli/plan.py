@@ -112,9 +112,11 @@ def _cast(cast: Any) -> str:
 
 def _drop(drop: Any) -> str:
     needs = "" if drop.allowed else show.style(f", needs {drop.flag}", "red")
-    size = f" ({show.nbytes(drop.nbytes)})" if drop.nbytes else ""
-    return f"{_many(drop)}{size}: {drop.why}{needs}"
+    return f"{_many(drop, drop.nbytes)}: {drop.why}{needs}"
 
 
-def _many(row: Any) -> str:
-    return f"{row.what} ({show.plural(row.count, 'tensor')})" if row.count > 1 else row.what
+def _many(row: Any, size: int = 0) -> str:
+    """What a row stands for, with the number of tensors and their bytes where there is more to say."""
+    facts = [show.plural(row.count, "tensor")] if row.count > 1 else []
+    facts += [show.nbytes(size)] if size else []
+    return f"{row.what} ({', '.join(facts)})" if facts else row.what

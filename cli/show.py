@@ -119,13 +119,13 @@ class Column:
     Attributes:
         title: Its heading, or an empty text.
         right: Aligned to the right, as numbers are.
-        cut: May be shortened where the terminal is narrow.
+        cut: Where the terminal is narrow its texts are shortened to this width; 0: never.
         spare: Left out where the terminal is too narrow for all; the highest goes first. 0: never.
     """
 
     title: str
     right: bool = False
-    cut: bool = False
+    cut: int = 0
     spare: int = 0
 
 
@@ -162,19 +162,21 @@ class Table:
             return self.indent + sum(widths[c] for c in shown) + 2 * (len(shown) - 1) - width
 
         while excess() > 0:
-            if sum(max(0, widths[c] - 16) for c in shown if self.columns[c].cut) >= excess():
-                break
+            cuttable = sorted((c for c in shown if self.columns[c].cut), key=lambda c: -self.columns[c].spare)
             spare = max(
                 (c for c in shown if self.columns[c].spare), key=lambda c: self.columns[c].spare, default=None
             )
-            if spare is None:
-                break
-            shown.remove(spare)
-        while excess() > 0:
-            widest = max((c for c in shown if self.columns[c].cut), key=lambda c: widths[c], default=None)
-            if widest is None or widths[widest] <= 8:
-                break
-            widths[widest] -= 1
+            if (
+                sum(max(0, widths[c] - self.columns[c].cut) for c in cuttable) < excess()
+                and spare is not None
+            ):
+                shown.remove(spare)
+                continue
+            for c in cuttable:
+                widths[c] = max(min(widths[c], self.columns[c].cut), widths[c] - max(0, excess()))
+            for c in cuttable:  # too narrow for comfort: nothing but the numbers stays whole
+                widths[c] = max(min(widths[c], 6), widths[c] - max(0, excess()))
+            return
 
     def _line(self, row: Sequence[Cell], shown: Sequence[int], widths: dict[int, int]) -> str:
         parts = []

@@ -35,7 +35,7 @@ def stats(url: str, sick: bool, as_json: bool, **options: Any) -> None:
     numbers = [show.Column(title, right=True) for title in ("min", "max", "mean", "rms")]
     table = show.Table(
         (
-            show.Column("tensor", cut=True),
+            show.Column("tensor", cut=36),
             show.Column("role"),
             show.Column("dtype", spare=2),
             show.Column("elements", right=True, spare=1),

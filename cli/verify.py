@@ -10,7 +10,7 @@ from ckptkit.cli.progress import Progress
 from ckptkit.cli.values import PLACE, SHARE
 
 if TYPE_CHECKING:
-    from ckptkit.ops.verifying import VerifyReport
+    from ckptkit.ops.verifying import Fault, VerifyReport
 
 
 @click.command(short_help="Check a checkpoint's bytes, or compare it with another.")
@@ -47,22 +47,11 @@ def verify(url: str, as_json: bool, **options: Any) -> int:
 
 def _print(report: "VerifyReport") -> None:
     notes(report.notes)
-    table = show.Table(
-        (
-            show.Column("fault"),
-            show.Column("file", cut=True),
-            show.Column("tensor", cut=True),
-            show.Column("what"),
-        )
-    )
     for fault in report.faults:
-        where = f"{fault.tensor} {fault.box}".strip()
-        table.add((fault.kind, "red"), fault.file, where, fault.what)
-    if table.rows:
-        for line in table.lines():  # never cut: the text says what to do
-            click.echo(line)
-        if report.fault_count > len(report.faults):
-            click.echo(f"… and {show.count(report.fault_count - len(report.faults))} more")
+        _print_fault(fault)
+    if report.fault_count > len(report.faults):
+        click.echo(f"… and {show.count(report.fault_count - len(report.faults))} more")
+    if report.faults:
         click.echo()
     show.fields([("checked", "\n".join(report.checked)), ("not checked", "\n".join(report.not_checked))])
     rate = show.rate(report.bytes_checked / report.seconds) if report.seconds > 0 else ""
@@ -72,3 +61,11 @@ def _print(report: "VerifyReport") -> None:
         click.echo(f"{show.style(show.plural(report.fault_count, 'fault'), 'red')} in {report.url}: {pace}")
     else:
         click.echo(f"{show.style('no fault', 'green')} in {report.url}: {pace}")
+
+
+def _print_fault(fault: "Fault") -> None:
+    """Where on one line, what below it."""
+    where = "  ".join(filter(None, (fault.file, f"{fault.tensor} {fault.box}".strip())))
+    click.echo(f"{show.style(fault.kind, 'red')}  {where}".rstrip())
+    for line in show.wrap(fault.what, (show.terminal_width() or 10**9) - 4):
+        click.echo(f"    {line}")

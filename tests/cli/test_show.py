@@ -52,7 +52,7 @@ def test_a_shortened_text_has_the_width_and_keeps_both_ends(width: int) -> None:
 def table() -> show.Table:
     made = show.Table(
         (
-            show.Column("tensor", cut=True),
+            show.Column("tensor", cut=20),
             show.Column("dtype", spare=1),
             show.Column("empty"),
             show.Column("size", right=True),

@@ -15,6 +15,18 @@ from ckptkit.errors import LayoutError
 
 Ints = npt.NDArray[np.int64]
 
+MAX_ELEMENTS = 1 << 58
+"""Elements of one tensor: byte offsets of the widest type stay below 2^63."""
+
+
+def check_shape(shape: tuple[int, ...], what: str) -> None:
+    """Raise LayoutError unless sizes are at least 0 and no stride or size of the array leaves 64 bits."""
+    if any(size < 0 for size in shape) or prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
+        raise LayoutError(
+            f"{what} cannot have shape {shape}: sizes are at least 0, and a tensor has at most "
+            f"{MAX_ELEMENTS} elements"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Box:
@@ -66,6 +78,13 @@ def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * shape[axis + 1]
     return tuple(strides)
+
+
+def ranges(begin: Ints, count: Ints) -> tuple[Ints, Ints]:
+    """All numbers of the ranges `[begin[k], begin[k] + count[k])`, one range after the other: `(k, number)`."""
+    owner = np.repeat(np.arange(len(count), dtype=np.int64), count)
+    skipped = np.cumsum(count) - count
+    return owner, np.arange(len(owner), dtype=np.int64) + (begin - skipped)[owner]
 
 
 def interval_boxes(shape: tuple[int, ...], first: Ints, last: Ints) -> tuple[Ints, Ints, Ints]:

@@ -10,7 +10,7 @@ Offsets are relative to the start of a file's data (`File.data_start`), so that 
 are written. A piece costs `8 + 8 * axes` bytes, whatever the format.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,9 +21,15 @@ import numpy.typing as npt
 from ckptkit.core.boxes import Box
 from ckptkit.core.dtypes import TABLE, DType
 from ckptkit.core.layouts import Layout
+from ckptkit.core.local import LocalTensor
+from ckptkit.core.pieces import Pieces, Segments, affine_maps, cut_entries
 from ckptkit.core.schema import Model, Tensor
-from ckptkit.core.views import LocalTensor
 from ckptkit.errors import FormatError
+
+__all__ = [
+    "I64", "ITEMSIZE", "LEAF", "ROLES", "ROLE_CODE", "U8", "U32",
+    "Catalog", "Entries", "Extras", "File", "Leaves", "Pieces", "Segments", "is_weight",
+]  # fmt: skip
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
@@ -116,7 +122,8 @@ class Entries:
     @property
     def nbytes(self) -> I64:
         """Stored bytes of each entry."""
-        return (self.last - self.first) * ITEMSIZE[self.dtype]
+        size: I64 = (self.last - self.first) * ITEMSIZE[self.dtype]
+        return size
 
     @staticmethod
     def concat(parts: Sequence["Entries"]) -> "Entries":
@@ -128,39 +135,6 @@ class Entries:
 
 
 ITEMSIZE: I64 = np.asarray([dtype.itemsize for dtype in TABLE], np.int64)
-
-
-class Segments:
-    """Columns of affine maps, one row a segment of a local tensor. Canonical axes are padded to the widest tensor."""
-
-    __slots__ = ("base", "local", "start", "stop", "strides", "tensor")
-
-    def __init__(self, local: U32, tensor: U32, base: I64, strides: I64, start: I64, stop: I64) -> None:
-        self.local, self.tensor, self.base, self.strides = local, tensor, base, strides
-        self.start, self.stop = start, stop
-
-    def __len__(self) -> int:
-        return len(self.local)
-
-
-class Pieces:
-    """Columns of pieces: `segment`, `entry` (u32) and a canonical box `lo`, `hi` (`[pieces, axes]`)."""
-
-    __slots__ = ("entry", "hi", "lo", "segment")
-
-    def __init__(self, segment: U32, entry: U32, lo: npt.NDArray[Any], hi: npt.NDArray[Any]) -> None:
-        self.segment, self.entry, self.lo, self.hi = segment, entry, lo, hi
-
-    def __len__(self) -> int:
-        return len(self.segment)
-
-    def take(self, index: npt.NDArray[Any]) -> "Pieces":
-        return Pieces(self.segment[index], self.entry[index], self.lo[index], self.hi[index])
-
-    @property
-    def volume(self) -> I64:
-        """Elements of each piece."""
-        return np.prod(self.hi.astype(np.int64) - self.lo, axis=1)
 
 
 @dataclass
@@ -249,118 +223,53 @@ class Catalog:
 
     @cached_property
     def segments(self) -> Segments:
-        """Affine maps of all local tensors."""
-        number = {name: index for index, name in enumerate(self.tensors)}
-        local, tensor, base, strides, start, stop = [], [], [], [], [], []
-        width = self.width
-        for index, item in enumerate(self.locals):
-            for segment in item.segments:
-                origin, steps = segment.flat(item.shape)
-                pad = width - len(steps)
-                local.append(index)
-                tensor.append(number[segment.tensor])
-                base.append(origin)
-                strides.append((*steps, *(0,) * pad))
-                start.append((*segment.box.start, *(0,) * pad))
-                stop.append((*segment.box.stop, *(1,) * pad))
-        count = len(local)
-        return Segments(
-            np.asarray(local, np.uint32),
-            np.asarray(tensor, np.uint32),
-            np.asarray(base, np.int64),
-            np.asarray(strides, np.int64).reshape(count, width),
-            np.asarray(start, np.int64).reshape(count, width),
-            np.asarray(stop, np.int64).reshape(count, width),
-        )
+        """Affine maps of all local tensors. Raises FormatError when one leaves its tensor or local tensor."""
+        return affine_maps({name: t.shape for name, t in self.tensors.items()}, self.locals, self.where)
 
     @cached_property
     def pieces(self) -> Pieces:
-        """Every canonical box of every entry, sorted by entry."""
-        entries, segments, width = self.entries, self.segments, self.width
-        box_type = np.int64 if any(n >= 1 << 31 for t in self.tensor_list for n in t.shape) else np.int32
+        """Every canonical box of every entry, sorted by entry. Raises FormatError when an entry leaves its tensor."""
+        entries = self.entries
         sizes = np.asarray([item.size for item in self.locals], np.int64)
-        full = (
-            (entries.first == 0) & (entries.last == sizes[entries.local])
-            if len(entries)
-            else np.zeros(0, bool)
-        )
-        # Whole entries: one piece a segment.
-        first_of = np.searchsorted(segments.local, np.arange(len(self.locals) + 1)) if len(segments) else None
-        whole = np.flatnonzero(full)
-        if first_of is None:
-            none = np.zeros(0, np.uint32)
-            return Pieces(none, none, np.zeros((0, width), box_type), np.zeros((0, width), box_type))
-        begin, count = first_of[entries.local[whole]], np.diff(first_of)[entries.local[whole]]
-        entry = np.repeat(whole, count)
-        within = np.arange(len(entry)) - np.repeat(np.cumsum(count) - count, count)
-        segment = np.repeat(begin, count) + within
-        columns = [
-            (
-                segment,
-                entry,
-                segments.start[segment].astype(box_type),
-                segments.stop[segment].astype(box_type),
+        strange = (entries.local >= len(sizes)) | (entries.file >= len(self.files))
+        strange |= (entries.role >= len(ROLES)) | (entries.dtype >= len(TABLE))
+        if strange.any():
+            raise FormatError(
+                f"{self.where}: entry {int(np.argmax(strange))} of its index refers to nothing there is"
             )
-        ]
-        # Runs: cut each local tensor's segments once for all distinct runs, then give them to every role.
-        part = np.flatnonzero(~full & (entries.first < entries.last))
-        if len(part):
-            columns += list(self._cut_runs(part, first_of, box_type))
-        piece_segment = np.concatenate([c[0] for c in columns]).astype(np.uint32)
-        piece_entry = np.concatenate([c[1] for c in columns]).astype(np.uint32)
-        lo, hi = np.concatenate([c[2] for c in columns]), np.concatenate([c[3] for c in columns])
-        order = np.lexsort((piece_segment, piece_entry))
-        order = order[np.all(lo[order] < hi[order], axis=1)]
-        return Pieces(piece_segment[order], piece_entry[order], lo[order], hi[order])
-
-    def _cut_runs(
-        self, part: I64, first_of: I64, box_type: type
-    ) -> Iterable[tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]]:
-        entries, width = self.entries, self.width
-        order = part[np.lexsort((entries.last[part], entries.first[part], entries.local[part]))]
-        local, first, last = entries.local[order], entries.first[order], entries.last[order]
-        new = np.ones(len(order), bool)
-        new[1:] = (local[1:] != local[:-1]) | (first[1:] != first[:-1]) | (last[1:] != last[:-1])
-        members = np.flatnonzero(new)  # first entry of each distinct run
-        run_count = np.diff([*members, len(order)])
-        run_local, run_first, run_last = local[members], first[members], last[members]
-        bounds = np.flatnonzero(
-            np.diff(run_local, prepend=np.uint32(0xFFFFFFFF), append=np.uint32(0xFFFFFFFF))
+        outside = (entries.first < 0) | (entries.first > entries.last) | (entries.last > sizes[entries.local])
+        if outside.any():
+            entry = int(np.argmax(outside))
+            item = self.locals[int(entries.local[entry])]
+            raise FormatError(
+                f"{self.where}: {self.describe_entry(entry)} leaves its tensor of {item.size} elements",
+                file=self.files[int(entries.file[entry])].path,
+            )
+        wide = any(size >= 1 << 31 for tensor in self.tensor_list for size in tensor.shape)
+        return cut_entries(
+            self.segments, sizes, entries.local, entries.first, entries.last, np.int64 if wide else np.int32
         )
-        for a, b in zip(bounds[:-1], bounds[1:], strict=True):
-            index = int(run_local[a])
-            item = self.locals[index]
-            for number, segment in enumerate(item.segments):
-                owner, lo, hi = segment.cut(item.shape, run_first[a:b], run_last[a:b])
-                if not len(owner):
-                    continue
-                run = owner + a
-                count = run_count[run]
-                which = np.repeat(np.arange(len(run)), count)
-                within = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
-                entry = order[members[run][which] + within]
-                pad = width - lo.shape[1]
-                lo_ = np.pad(lo, ((0, 0), (0, pad))).astype(box_type)
-                hi_ = np.pad(hi, ((0, 0), (0, pad)), constant_values=1).astype(box_type)
-                yield np.full(len(which), first_of[index] + number), entry, lo_[which], hi_[which]
 
     @cached_property
     def piece_key(self) -> I64:
         """`tensor * len(ROLES) + role` of each piece, with the catalog's own tensor numbers."""
         pieces = self.pieces
-        return (
-            self.segments.tensor[pieces.segment].astype(np.int64) * len(ROLES)
-            + self.entries.role[pieces.entry]
-        )
+        tensor = self.segments.tensor[pieces.segment].astype(np.int64)
+        return tensor * len(ROLES) + self.entries.role[pieces.entry]
 
     @cached_property
     def held(self) -> dict[tuple[str, str], DType]:
-        """`(tensor, role)` to the dtype it is stored in, for everything that has an entry."""
+        """`(tensor, role)` to the dtype it is stored in, for everything that has an entry.
+
+        Raises:
+            FormatError: one tensor and role is stored in two dtypes.
+        """
         found: dict[tuple[str, str], DType] = {}
-        for local, role, dtype in np.unique(
-            np.column_stack([self.entries.local, self.entries.role, self.entries.dtype]).astype(np.int64),
-            axis=0,
-        ):
+        kinds = len(ROLES) * len(TABLE)
+        code = (self.entries.local.astype(np.int64) * len(ROLES) + self.entries.role) * len(TABLE)
+        for number in np.unique(code + self.entries.dtype).tolist():
+            local, kind = divmod(number, kinds)
+            role, dtype = divmod(kind, len(TABLE))
             for segment in self.locals[local].segments:
                 key = (segment.tensor, ROLES[role])
                 if found.setdefault(key, TABLE[dtype]) is not TABLE[dtype]:

@@ -9,7 +9,7 @@ from math import prod
 
 import numpy as np
 
-from ckptkit.core.boxes import Box, Ints, elements_below, interval_boxes, row_major_strides
+from ckptkit.core.boxes import Box, Ints, check_shape, elements_below, interval_boxes, row_major_strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +65,30 @@ class Segment:
         Returns `(owner, lo, hi)` as `interval_boxes` does, in canonical indices.
         """
         base, strides = self.flat(shape)
-        sizes = self.box.shape
-        offset = base + sum(lo * s for lo, s in zip(self.box.start, strides, strict=True))
-        axes = sorted(range(len(sizes)), key=lambda a: (-strides[a], a) if strides[a] else (-(1 << 62), a))
-        nest = tuple(sizes[a] for a in axes)
-        steps = tuple(strides[a] for a in axes)
-        owner, lo, hi = interval_boxes(
-            nest, elements_below(nest, steps, offset, first), elements_below(nest, steps, offset, last)
-        )
-        back = np.argsort(axes) if axes else np.zeros(0, np.int64)
         start = np.asarray(self.box.start, np.int64)
-        return owner, lo[:, back] + start, hi[:, back] + start
+        origin = base + sum(lo * s for lo, s in zip(self.box.start, strides, strict=True))
+        owner, lo, hi = cut_strided(self.box.shape, strides, origin, first, last)
+        return owner, lo + start, hi + start
+
+
+def cut_strided(
+    sizes: tuple[int, ...], strides: tuple[int, ...], origin: int, first: Ints, last: Ints
+) -> tuple[Ints, Ints, Ints]:
+    """The boxes of a strided array (of `sizes`, from flat position `origin` on) inside flat runs `[first[k], last[k])`.
+
+    Axes may come in any order, but must nest: each ends before the next step of a longer stride, as in every view.
+
+    Returns `(owner, lo, hi)` as `interval_boxes` does, in indices of the array.
+    """
+    # An axis of stride 0 has one element (a fixed index); it comes first, where it changes nothing.
+    axes = sorted(range(len(sizes)), key=lambda a: (-strides[a], a) if strides[a] else (-(1 << 62), a))
+    nest = tuple(sizes[a] for a in axes)
+    steps = tuple(strides[a] for a in axes)
+    owner, lo, hi = interval_boxes(
+        nest, elements_below(nest, steps, origin, first), elements_below(nest, steps, origin, last)
+    )
+    back = np.argsort(axes) if axes else np.zeros(0, np.int64)
+    return owner, lo[:, back], hi[:, back]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +101,9 @@ class LocalTensor:
     key: str
     shape: tuple[int, ...]
     segments: tuple[Segment, ...]
+
+    def __post_init__(self) -> None:
+        check_shape(self.shape, self.key)
 
     @property
     def size(self) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.core.boxes import Box
+from ckptkit.core.clips import clip
 from ckptkit.core.layouts import Layout
 from ckptkit.core.local import LocalTensor, Segment, Span
 from ckptkit.core.templates import fill
@@ -48,6 +49,7 @@ class _Line:
     home: str  # first, layer or last
     order: int
     copy: bool
+    rows: str
 
 
 _Group = tuple[dict[str, Span], list[dict[str, int]]]
@@ -85,7 +87,9 @@ class Names:
                     key = fill(line.key, index)
                     tensors = {part.tensor: fill(part.tensor, base) for part in view.parts}
                     expert = self._is_expert(key, tensors)
-                    lines.append(_Line(key, view, index, tensors, expert, i, home, len(lines), line.copy))
+                    lines.append(
+                        _Line(key, view, index, tensors, expert, i, home, len(lines), line.copy, line.rows)
+                    )
         seen: set[str] = set()
         for known in lines:
             if known.key in seen:
@@ -146,6 +150,9 @@ class Names:
             stage = {"first": 0, "last": layout.pp - 1}.get(line.home)
             if stage is None:
                 stage = int(stage_of[line.layer])
+            if line.rows and layout.tp > model.size_of(line.rows):
+                yield from self._by_rows(line, layout, stage, pad)
+                continue
             e = line.index.get("e", -1)
             known = groups.get((line.view.text, line.expert, e))
             if known is None:
@@ -166,6 +173,24 @@ class Names:
                 if ranks is None:
                     ranks = ranks_at[where] = _ranks(layout, line.expert, stage, meshes)
                 yield Placement(local, ranks, line.order, line.expert)
+
+    def _by_rows(self, line: _Line, layout: Layout, stage: int, pad: bool) -> Iterator[Placement]:
+        """Equal shares of the rows of the whole tensor, one a tensor-parallel coordinate."""
+        ((spans, _),) = self._groups(line, Layout(), pad)
+        axes = {p.tensor: self.model.tensors[line.tensors[p.tensor]].axes for p in line.view.parts}
+        whole = line.view.localise(line.key, axes, spans, line.index, line.tensors)
+        assert whole is not None, "one rank holds every index"
+        rows, rest = whole.shape[0], whole.shape[1:]
+        if rows % layout.tp:
+            raise LayoutError(
+                f"model {self.model.schema.id}: tp={layout.tp} does not divide the {rows} rows of {line.key}; "
+                f"choose a degree that divides {rows}, or at most {self.model.size_of(line.rows)}",
+                axis=line.rows,
+            )
+        share = rows // layout.tp
+        for c in range(layout.tp):
+            box = Box((c * share, *(0 for _ in rest)), ((c + 1) * share, *rest))
+            yield Placement(clip(whole, box), _ranks(layout, False, stage, [{"tp": c}]), line.order, False)
 
     def _groups(self, line: _Line, layout: Layout, pad: bool) -> Iterator[_Group]:
         """Mesh coordinates of one stage, grouped by the spans they give this view's axes."""

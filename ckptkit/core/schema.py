@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from typing import Any, TypeVar
 
+from ckptkit.core.boxes import check_shape
 from ckptkit.core.names import Names, Placement, StoredNames
 from ckptkit.core.rules import Rule
 from ckptkit.core.templates import fill, layers_of
@@ -44,9 +44,6 @@ STATE_ROLES = ("master", "exp_avg", "exp_avg_sq", "momentum", "ema")
 """Every role that is optimizer-side state (the rest: `param`, `buffer`)."""
 
 
-MAX_ELEMENTS = 1 << 58
-"""Elements of one tensor: byte offsets of the widest type stay below 2^63."""
-
 MAX_LAYERS = 1 << 16
 
 
@@ -74,12 +71,7 @@ class Tensor:
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape):
             raise LayoutError(f"{self.name} has axes {self.axes}, but shape {self.shape}", tensor=self.name)
-        if any(size < 0 for size in self.shape) or prod(self.shape) > MAX_ELEMENTS:
-            raise LayoutError(
-                f"{self.name} cannot have shape {self.shape}: sizes are at least 0, and a tensor has at most "
-                f"{MAX_ELEMENTS} elements",
-                tensor=self.name,
-            )
+        check_shape(self.shape, self.name)
 
     @property
     def is_expert(self) -> bool:
@@ -113,6 +105,9 @@ class Name:
     Neighbouring lines whose keys agree up to `{e}` are the parameters of one expert's module: they take turns, expert
     by expert. A `copy` is a further name of a tensor that an earlier line names (a tied output layer): ranks hold it only
     where pipeline stages keep it apart from the first; a reader accepts it anywhere (`Names.copies`).
+
+    `rows` names an axis: where the tensor-parallel degree exceeds it, ranks hold equal shares of the rows (dimension 0) of
+    the whole, wherever these cut its axes, as Megatron does with `linear_qkv`.
     """
 
     key: str
@@ -120,6 +115,7 @@ class Name:
     when: str = ":"
     only_if: str = ""
     copy: bool = False
+    rows: str = ""
 
 
 Line = TypeVar("Line", Declare, Name)

@@ -57,7 +57,7 @@ class Format(ABC):
         """Whether the root looks like this format (cheap: names, and at most one small file)."""
 
     @abstractmethod
-    def read(self, store: Store, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008
+    def read(self, store: Store, options: ReadOptions = ReadOptions()) -> Catalog:
         """The catalog of the checkpoint at the store's root. Headers and metadata only.
 
         Raises:
@@ -65,7 +65,7 @@ class Format(ABC):
         """
 
     @abstractmethod
-    def lay_out(self, shards: Catalog, options: WriteOptions = WriteOptions()) -> Destination:  # noqa: B008
+    def lay_out(self, shards: Catalog, options: WriteOptions = WriteOptions()) -> Destination:
         """Place the entries of `shards` (from `ckptkit.core.shards`) into files.
 
         `shards.extras` holds what to carry along; `shards.layout`, `shards.model` and `shards.names` say what it is.

@@ -1,0 +1,259 @@
+"""`manifest.json`, which makes a native checkpoint whole, and the ranks' `.extras`.
+
+Both are JSON. The manifest is indented, its keys sorted but for `checksum`, which comes last: the xxh3-128 of the file with its
+32 hex digits as zeros.
+"""
+
+import base64
+import json
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from ckptkit.core.catalog import Extras
+from ckptkit.core.layouts import Layout
+from ckptkit.errors import CorruptionError, FormatError, LayoutError, UnsafeError
+from ckptkit.formats.native_columns import file_name
+from ckptkit.stores.base import Store
+
+NAME = "manifest.json"
+INDEX = "index.npz"
+FORMAT = "ckptkit-native"
+VERSION = 1
+_ZEROS = "0" * 32
+_TAIL = '"\n}\n'
+_FILE = re.compile(r"rank-\d{5,}\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """One rank's files, as the manifest lists them. Digests are 32 hex digits."""
+
+    path: str
+    size: int
+    digest: str
+    extras: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of `manifest.json`.
+
+    Attributes:
+        index: xxh3-128 of `index.npz`, in hex.
+        files: By rank.
+        layout: As `--layout` takes it.
+        names: Family of names that local tensors have.
+        schema: `name@version`, or None where the model is unknown.
+        model: The model's configuration, or None.
+        step: Completed optimizer steps, or None.
+        epoch: How often the run was restarted from an earlier step.
+        incarnation: 32 hex digits that tell one start of the run from another, or empty.
+        lineage: Where it comes from, the nearest source first: url, format, layout, content digests.
+    """
+
+    index: str
+    files: Sequence[RankFile]
+    layout: Layout
+    names: str
+    schema: str | None = None
+    model: Mapping[str, Any] | None = None
+    step: int | None = None
+    epoch: int = 0
+    incarnation: str = ""
+    lineage: Sequence[Any] = field(default_factory=list)
+
+    def to_bytes(self) -> bytes:
+        plain = {
+            "format": FORMAT,
+            "version": VERSION,
+            "index": self.index,
+            "world": len(self.files),
+            "files": [
+                {"path": f.path, "size": f.size, "digest": f.digest, "extras": f.extras} for f in self.files
+            ],
+            "layout": str(self.layout),
+            "layout_fields": self.layout.as_dict(),
+            "zero": {"stage": self.layout.zero, "rule": self.layout.rule},
+            "names": self.names,
+            "schema": self.schema,
+            "model": self.model,
+            "step": self.step,
+            "epoch": self.epoch,
+            "incarnation": self.incarnation,
+            "lineage": list(self.lineage),
+        }
+        head = json.dumps(plain, indent=1, sort_keys=True, allow_nan=False)[:-2] + ',\n "checksum": "'
+        digest = xxhash.xxh3_128_hexdigest((head + _ZEROS + _TAIL).encode())
+        return (head + digest + _TAIL).encode()
+
+    @classmethod
+    def read(cls, store: Store) -> "Manifest":
+        """The manifest of a checkpoint.
+
+        Raises:
+            ShardMissingError: there is none.
+            CorruptionError: it does not match its checksum.
+            FormatError: it is of another format or version, or does not make sense.
+            UnsafeError: it names a file outside the checkpoint.
+        """
+        return cls.parse(f"{store.url}/{NAME}", store.read(NAME))
+
+    @classmethod
+    def parse(cls, path: str, data: bytes) -> "Manifest":
+        """As `read`, from bytes; `path` is for messages."""
+        plain = load_json(path, data)
+        if not isinstance(plain, dict) or plain.get("format") != FORMAT:
+            raise FormatError(f"{path} is no manifest of a native checkpoint", file=path)
+        if plain.get("version") != VERSION:
+            raise FormatError(
+                f"{path} has format version {plain.get('version')!r}; this ckptkit reads {VERSION}. Update ckptkit",
+                file=path,
+            )
+        tail = len(_TAIL)
+        stated = data[-32 - tail : -tail].decode("ascii", "replace")
+        if plain.get("checksum") != stated or stated != xxhash.xxh3_128_hexdigest(
+            data[: -32 - tail] + (_ZEROS + _TAIL).encode()
+        ):
+            raise CorruptionError(
+                f"{path} does not match its checksum: it was changed after it was written", file=path
+            )
+        try:
+            found = cls(
+                index=plain["index"],
+                files=[RankFile(f["path"], f["size"], f["digest"], f["extras"]) for f in plain["files"]],
+                layout=Layout.parse(plain["layout"]),
+                **{
+                    name: plain[name]
+                    for name in ("names", "schema", "model", "step", "epoch", "incarnation", "lineage")
+                },
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"{path} does not make sense: {error}", file=path) from None
+        found._check(path)
+        return found
+
+    def _check(self, path: str) -> None:
+        for rank, file in enumerate(self.files):
+            if not isinstance(file.path, str) or not _FILE.fullmatch(file.path):
+                raise UnsafeError(
+                    f"{path} names the file {file.path!r}, which no native checkpoint has", file=path
+                )
+            if file.path != file_name(rank) or type(file.size) is not int:
+                raise FormatError(f"{path}: file {rank} is called {file.path!r}", file=path)
+        if len(self.files) != self.layout.world:
+            raise FormatError(
+                f"{path} lists {len(self.files)} rank files for {self.layout.world} ranks", file=path
+            )
+
+
+def load_json(path: str, data: bytes) -> Any:
+    """Parse a JSON file of ours. Raises FormatError that names the file."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(
+            f"{path} is not valid JSON ({error}); it was damaged or cut short", file=path
+        ) from None
+
+
+def extras_name(file: str) -> str:
+    """`rank-00003.extras` of `rank-00003.safetensors`."""
+    return file.removesuffix(".safetensors") + ".extras"
+
+
+def digests_name(file: str) -> str:
+    """`rank-00003.digests` of `rank-00003.safetensors`."""
+    return file.removesuffix(".safetensors") + ".digests"
+
+
+def extras_bytes(extras: Extras, layout: Layout, rank: int) -> bytes:
+    """The `.extras` file of one rank: what belongs to its coordinate, and on rank 0 all that belongs to none.
+
+    Raises:
+        LayoutError: a value is no plain JSON, or a coordinate is none of the layout's.
+    """
+    plain: dict[str, Any] = {"version": VERSION, "rank": rank}
+    here = coordinate_name(layout, rank)
+    if here in extras.by_coordinate:
+        plain["by_coordinate"] = {here: extras.by_coordinate[here]}
+    if rank == 0:
+        plain |= {"common": extras.common, "by_sample": extras.by_sample}
+        plain["files"] = {name: _as_json(data) for name, data in extras.files.items()}
+    try:
+        return json.dumps(
+            plain, sort_keys=True, allow_nan=False, ensure_ascii=False, separators=(",", ":")
+        ).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise LayoutError(f"extras of rank {rank} are no plain JSON: {error}") from None
+
+
+def check_extras(extras: Extras, layout: Layout) -> None:
+    """Raise LayoutError, before any byte moves, for extras that `extras_bytes` could not write."""
+    known = {coordinate_name(layout, rank) for rank in range(layout.world)}
+    strange = sorted(extras.by_coordinate.keys() - known)
+    if strange:
+        raise LayoutError(
+            f"extras of coordinate {strange[0]} have no rank in layout {layout}; drop or rename them"
+        )
+    empty = Extras(extras.common, {}, extras.by_sample, {})
+    extras_bytes(empty, layout, 0)
+    for rank in range(layout.world) if extras.by_coordinate else ():
+        extras_bytes(Extras({}, extras.by_coordinate), layout, rank)
+
+
+def coordinate_name(layout: Layout, rank: int) -> str:
+    """`tp=0,pp=1,cp=0,dp=3`: how extras are keyed."""
+    return ",".join(f"{axis}={index}" for axis, index in layout.coordinate(rank).items())
+
+
+def read_extras(store: Store, files: Sequence[RankFile]) -> Extras:
+    """The extras of all ranks together.
+
+    Raises:
+        ShardMissingError: a rank's file is absent.
+        CorruptionError: one does not match the manifest.
+    """
+    extras = Extras()
+
+    def load(file: RankFile) -> dict[str, Any]:
+        path = extras_name(file.path)
+        data = store.read(path)
+        if xxhash.xxh3_128_hexdigest(data) != file.extras:
+            raise CorruptionError(
+                f"{path} in {store.url} is not what was written: its digest differs", file=path
+            )
+        plain = load_json(path, data)
+        return plain if isinstance(plain, dict) else {}
+
+    with ThreadPoolExecutor(max(1, min(store.parallel, len(files)))) as pool:
+        for file, plain in zip(files, pool.map(load, files), strict=True):
+            try:
+                extras.common.update(plain.get("common", {}))
+                extras.by_coordinate.update(plain.get("by_coordinate", {}))
+                extras.by_sample.extend(plain.get("by_sample", []))
+                extras.files = {
+                    **extras.files,
+                    **{k: _from_json(v) for k, v in plain.get("files", {}).items()},
+                }
+            except (AttributeError, TypeError, KeyError, ValueError) as error:
+                path = extras_name(file.path)
+                raise FormatError(f"{path} does not make sense: {error}", file=path) from None
+    return extras
+
+
+def _as_json(data: bytes) -> dict[str, str]:
+    try:
+        return {"text": data.decode()}
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(data).decode()}
+
+
+def _from_json(value: Mapping[str, str]) -> bytes:
+    if "text" in value:
+        return value["text"].encode()
+    return base64.b64decode(value["base64"], validate=True)

@@ -4,6 +4,7 @@ Whatever a view merges, permutes, concatenates or interleaves, a canonical box l
 an origin and one stride an axis. Everything after that (ZeRO cuts, file regions, copies) is arithmetic on these maps.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -113,3 +114,12 @@ class LocalTensor:
     def real_size(self) -> int:
         """Elements that are not padding."""
         return sum(segment.box.size for segment in self.segments)
+
+    def renamed(self, key: str, tensors: Sequence[str]) -> "LocalTensor":
+        """The same shape and boxes under another key, with one canonical tensor for each segment."""
+        segments = tuple(
+            segment if segment.tensor == tensor
+            else Segment(tensor, segment.box, segment.dim, segment.step, segment.origin)
+            for segment, tensor in zip(self.segments, tensors, strict=True)
+        )  # fmt: skip
+        return LocalTensor(key, self.shape, segments)

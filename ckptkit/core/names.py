@@ -144,6 +144,7 @@ class Names:
         stage_of = layout.stage_of_layers(model.layers)
         ranks_at: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
         groups: dict[tuple[str, bool, int], list[_Group]] = {}
+        forms: dict[tuple[object, ...], LocalTensor | None] = {}
         for line in self._lines:
             if line.copy and layout.pp == 1:
                 continue
@@ -163,16 +164,21 @@ class Names:
                 by_e = [axis for axis, index in line.view.fixed if index == "{e}"]
                 known = [g for g in every if all(g[0][axis].start <= e < g[0][axis].stop for axis in by_e)]
                 groups[line.view.text, line.expert, e] = known
+            axes = {p.tensor: model.tensors[line.tensors[p.tensor]].axes for p in line.view.parts}
             for spans, meshes in known:
-                axes = {p.tensor: model.tensors[line.tensors[p.tensor]].axes for p in line.view.parts}
-                local = line.view.localise(line.key, axes, spans, line.index, line.tensors)
-                if local is None:
+                # Layers repeat each other: a local tensor is worked out once, then gets other names.
+                alike = (line.view.text, id(spans), e, *axes.values())
+                if alike not in forms:
+                    forms[alike] = line.view.localise(line.key, axes, spans, line.index, line.tensors)
+                form = forms[alike]
+                if form is None:
                     continue
-                where = (stage, id(meshes))  # groups keeps every list of meshes alive
+                where = (stage, id(meshes))  # groups keeps every list of meshes, and all spans, alive
                 ranks = ranks_at.get(where)
                 if ranks is None:
                     ranks = ranks_at[where] = _ranks(layout, line.expert, stage, meshes)
-                yield Placement(local, ranks, line.order, line.expert)
+                tensors = [line.tensors[part.tensor] for part in line.view.parts]
+                yield Placement(form.renamed(line.key, tensors), ranks, line.order, line.expert)
 
     def _by_rows(self, line: _Line, layout: Layout, stage: int, pad: bool) -> Iterator[Placement]:
         """Equal shares of the rows of the whole tensor, one a tensor-parallel coordinate."""

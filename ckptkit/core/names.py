@@ -165,9 +165,10 @@ class Names:
                 known = [g for g in every if all(g[0][axis].start <= e < g[0][axis].stop for axis in by_e)]
                 groups[line.view.text, line.expert, e] = known
             axes = {p.tensor: model.tensors[line.tensors[p.tensor]].axes for p in line.view.parts}
+            fixed = tuple(line.index.get(index[1:-1]) for _, index in line.view.fixed)
             for spans, meshes in known:
                 # Layers repeat each other: a local tensor is worked out once, then gets other names.
-                alike = (line.view.text, id(spans), e, *axes.values())
+                alike = (line.view.text, id(spans), fixed, *axes.values())
                 if alike not in forms:
                     forms[alike] = line.view.localise(line.key, axes, spans, line.index, line.tensors)
                 form = forms[alike]

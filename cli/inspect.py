@@ -119,9 +119,9 @@ def _print_summary(found: "Inspection") -> None:
     roles = show.Table(
         (
             show.Column("role"),
-            show.Column("dtype"),
-            show.Column("tensors", right=True),
-            show.Column("elements", right=True),
+            show.Column("dtype", cut=20, spare=1),
+            show.Column("tensors", right=True, spare=3),
+            show.Column("elements", right=True, spare=2),
             show.Column("size", right=True),
         )
     )

@@ -1,5 +1,6 @@
 """How values and tables look."""
 
+import click
 import pytest
 
 from ckptkit.cli import show
@@ -64,7 +65,7 @@ def table() -> show.Table:
 
 
 def test_columns_are_aligned_and_empty_ones_left_out() -> None:
-    assert [show.click.unstyle(line) for line in table().lines()] == [
+    assert [click.unstyle(line) for line in table().lines()] == [
         "tensor                          dtype        size",
         "layers.{0..39}.experts.gate_up  bfloat16  8.41 GB",
         "norm                            float32      12 B",
@@ -73,11 +74,11 @@ def test_columns_are_aligned_and_empty_ones_left_out() -> None:
 
 @pytest.mark.parametrize("width", [20, 30, 40, 48, 80])
 def test_a_table_fits_the_terminal(width: int) -> None:
-    assert max(len(show.click.unstyle(line)) for line in table().lines(width)) <= width
+    assert max(len(click.unstyle(line)) for line in table().lines(width)) <= width
 
 
 def test_a_spare_column_goes_before_a_name_becomes_unreadable() -> None:
-    lines = [show.click.unstyle(line) for line in table().lines(32)]
+    lines = [click.unstyle(line) for line in table().lines(32)]
 
     assert "dtype" not in lines[0]
     assert lines[1] == "layers.{0.…xperts.gate_up  8.41 GB" or len(lines[1]) <= 32
@@ -85,7 +86,7 @@ def test_a_spare_column_goes_before_a_name_becomes_unreadable() -> None:
 
 def test_numbers_stay_whole_on_a_narrow_terminal() -> None:
     """A cut number would be another number."""
-    assert all("8.41 GB" in show.click.unstyle(line) for line in list(table().lines(22))[1:2])
+    assert all("8.41 GB" in click.unstyle(line) for line in list(table().lines(22))[1:2])
 
 
 def test_text_wraps_at_spaces() -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.core.boxes import ranges
+
 I64 = npt.NDArray[np.int64]
 Boxes = npt.NDArray[np.signedinteger]
 
@@ -33,34 +35,59 @@ class BoxSet:
         return BoxSet(self.key[index], self.lo[index], self.hi[index])
 
 
-def overlaps(left: BoxSet, right: BoxSet) -> Iterator[tuple[I64, I64]]:
+def overlaps(left: BoxSet, right: BoxSet, block: int = BLOCK) -> Iterator[tuple[I64, I64]]:
     """Every pair of one box of `left` and one of `right` that share an element, in blocks `(left, right)`.
 
-    No box may be empty. Within all blocks together each pair appears once; order is arbitrary.
+    No box may be empty. Within all blocks together each pair appears once; order is arbitrary. A block comes from at most
+    `block` candidates.
     """
     if not len(left) or not len(right):
         return
-    axis = sweep_axes(left, right)
-    width = left.lo.shape[1]
-    if width == 0:
-        left_lo = np.zeros(len(left), np.int64)
-        right_lo = np.zeros(len(right), np.int64)
-        left_hi, right_hi = left_lo + 1, right_lo + 1
-    else:
+    if left.lo.shape[1]:
+        axis = sweep_axes(left, right)
         left_axis, right_axis = axis[left.key], axis[right.key]
-        left_lo, left_hi = _pick(left.lo, left_axis), _pick(left.hi, left_axis)
-        right_lo, right_hi = _pick(right.lo, right_axis), _pick(right.hi, right_axis)
-    left_base, right_base = left.key << 32, right.key << 32
-    left_order, right_order = np.argsort(left_base + left_lo), np.argsort(right_base + right_lo)
+        left_line, right_line = _Line.of(
+            left.key, _pick(left.lo, left_axis), _pick(left.hi, left_axis),
+            right.key, _pick(right.lo, right_axis), _pick(right.hi, right_axis),
+        )  # fmt: skip
+    else:  # scalars: boxes of one key are equal
+        left_line, right_line = (_Line(boxes.key, boxes.key + 1) for boxes in (left, right))
+    left_order, right_order = np.argsort(left_line.lo), np.argsort(right_line.lo)
     # Each overlapping pair starts either in the right box, or strictly before it.
     yield from _expand(
-        left, right, left_order, right_order,
-        _starts(left_base + left_lo, left_order, right_base + right_lo, right_base + right_hi), False,
-    )  # fmt: skip
+        left, right, left_order, _starts(left_line.lo[left_order], right_line.lo, right_line.hi), False, block
+    )
     yield from _expand(
-        left, right, left_order, right_order,
-        _starts(right_base + right_lo, right_order, left_base + left_lo + 1, left_base + left_hi), True,
-    )  # fmt: skip
+        left,
+        right,
+        right_order,
+        _starts(right_line.lo[right_order], left_line.lo + 1, left_line.hi),
+        True,
+        block,
+    )
+
+
+class _Line:
+    """Intervals of all keys on one line, each key on a stretch of its own: `[lo, hi)`."""
+
+    __slots__ = ("hi", "lo")
+
+    def __init__(self, lo: I64, hi: I64) -> None:
+        self.lo, self.hi = lo, hi
+
+    @classmethod
+    def of(
+        cls, key: I64, lo: I64, hi: I64, other_key: I64, other_lo: I64, other_hi: I64
+    ) -> tuple["_Line", "_Line"]:
+        """The intervals of two sides on one common line."""
+        length = max(int(hi.max()), int(other_hi.max())) + 1
+        if length * (max(int(key.max()), int(other_key.max())) + 1) >= 1 << 62:
+            # Only the order of bounds matters, so that their ranks serve as well.
+            bounds = np.unique(np.concatenate([lo, hi, other_lo, other_hi]))
+            lo, hi, other_lo, other_hi = (np.searchsorted(bounds, b) for b in (lo, hi, other_lo, other_hi))
+            length = len(bounds) + 1
+        base, other_base = key * length, other_key * length
+        return cls(base + lo, base + hi), cls(other_base + other_lo, other_base + other_hi)
 
 
 def sweep_axes(left: BoxSet, right: BoxSet) -> npt.NDArray[np.int8]:
@@ -73,76 +100,67 @@ def sweep_axes(left: BoxSet, right: BoxSet) -> npt.NDArray[np.int8]:
     for d in range(width):
         cut[d] = _is_cut(left, d, keys) & _is_cut(right, d, keys)
     choices = cut.sum(axis=0)
-    best[choices == 1] = np.argmax(cut[:, choices == 1], axis=0) if width else 0
+    best[choices == 1] = np.argmax(cut[:, choices == 1], axis=0)
     contested = choices > 1
-    if contested.any():
-        fewest = np.full(keys, np.iinfo(np.int64).max)
-        left_in, right_in = np.flatnonzero(contested[left.key]), np.flatnonzero(contested[right.key])
-        for d in range(width):
-            here_l = left_in[cut[d][left.key[left_in]]]
-            here_r = right_in[cut[d][right.key[right_in]]]
-            if not len(here_l) or not len(here_r):
-                continue
-            base_l, base_r = left.key[here_l] << 32, right.key[here_r] << 32
-            lo_l, lo_r = np.sort(base_l + left.lo[here_l, d]), np.sort(base_r + right.lo[here_r, d])
-            first = np.searchsorted(lo_l, base_r + right.hi[here_r, d]) - np.searchsorted(
-                lo_l, base_r + right.lo[here_r, d]
-            )
-            second = np.searchsorted(lo_r, base_l + left.hi[here_l, d]) - np.searchsorted(
-                lo_r, base_l + left.lo[here_l, d] + 1
-            )
-            count = np.bincount(right.key[here_r], first, keys) + np.bincount(
-                left.key[here_l], np.maximum(second, 0), keys
-            )
-            better = cut[d] & contested & (count < fewest)
-            best[better], fewest[better] = d, count[better]
+    if not contested.any():
+        return best
+    fewest = np.full(keys, np.iinfo(np.int64).max)
+    left_in, right_in = np.flatnonzero(contested[left.key]), np.flatnonzero(contested[right.key])
+    for d in range(width):
+        i, j = left_in[cut[d][left.key[left_in]]], right_in[cut[d][right.key[right_in]]]
+        if not len(i) or not len(j):
+            continue
+        a, b = _Line.of(
+            left.key[i], left.lo[i, d], left.hi[i, d], right.key[j], right.lo[j, d], right.hi[j, d]
+        )
+        count = np.zeros(keys, np.int64)
+        np.add.at(count, right.key[j], _starts(np.sort(a.lo), b.lo, b.hi)[1])
+        np.add.at(count, left.key[i], _starts(np.sort(b.lo), a.lo + 1, a.hi)[1])
+        better = cut[d] & contested & (count < fewest)
+        best[better], fewest[better] = d, count[better]
     return best
 
 
 def _is_cut(boxes: BoxSet, axis: int, keys: int) -> npt.NDArray[np.bool_]:
-    low = np.full(keys, np.iinfo(np.int64).max)
-    high = np.full(keys, -1)
-    np.minimum.at(low, boxes.key, boxes.lo[:, axis])
-    np.maximum.at(high, boxes.key, boxes.lo[:, axis])
-    return high > low
+    """For each key, whether its boxes start at more than one place of the axis."""
+    some = np.zeros(keys, np.int64)
+    some[boxes.key] = boxes.lo[:, axis]  # the start of any one box of the key
+    found = np.zeros(keys, bool)
+    found[boxes.key[some[boxes.key] != boxes.lo[:, axis]]] = True
+    return found
 
 
 def _pick(columns: npt.NDArray[np.signedinteger], axis: npt.NDArray[np.int8]) -> I64:
     return np.take_along_axis(columns, axis[:, None].astype(np.intp), 1)[:, 0].astype(np.int64)
 
 
-def _starts(values: I64, order: I64, first: I64, last: I64) -> tuple[I64, I64]:
-    """For each `[first, last)`, the stretch of sorted `values` that starts inside: `(begin, count)`."""
-    ordered = values[order]
+def _starts(ordered: I64, first: I64, last: I64) -> tuple[I64, I64]:
+    """For each `[first, last)`, the stretch of sorted values inside: `(begin, count)`."""
     begin = np.searchsorted(ordered, first)
     return begin, np.maximum(np.searchsorted(ordered, last) - begin, 0)
 
 
 def _expand(
-    left: BoxSet, right: BoxSet, left_order: I64, right_order: I64, stretch: tuple[I64, I64], flipped: bool
+    left: BoxSet, right: BoxSet, order: I64, stretch: tuple[I64, I64], flipped: bool, block: int
 ) -> Iterator[tuple[I64, I64]]:
-    """Turn stretches into pairs, block by block, and keep those that overlap on every axis."""
+    """Turn stretches of `order` into pairs, block by block, and keep those that overlap on every axis.
+
+    Stretches belong to the boxes of `right`, and `order` to those of `left`; the reverse when `flipped`.
+    """
     begin, count = stretch
-    order = right_order if flipped else left_order
     owners = np.flatnonzero(count)
     ends = np.cumsum(count[owners])
+    starts = ends - count[owners]
     total = int(ends[-1]) if len(ends) else 0
-    position = 0
-    while position < total:
-        # Whole owners per block, unless one owner alone exceeds it.
-        a = int(np.searchsorted(ends, position, side="right"))
-        b = int(np.searchsorted(ends, position + BLOCK, side="right"))
-        if b <= a:
-            b = a + 1
-        start = int(ends[a - 1]) if a else 0
-        who = owners[a:b]
-        n = count[who]
-        mine = np.repeat(who, n)
-        within = np.arange(len(mine)) - np.repeat(np.cumsum(n) - n, n)
-        other = order[np.repeat(begin[who], n) + within]
+    for first in range(0, total, block):
+        last = min(first + block, total)
+        a, b = int(np.searchsorted(ends, first, side="right")), int(np.searchsorted(ends, last)) + 1
+        skipped = np.maximum(first - starts[a:b], 0)
+        taken = np.minimum(last - starts[a:b], ends[a:b] - starts[a:b]) - skipped
+        owner, place = ranges(begin[owners[a:b]] + skipped, taken)
+        mine, other = owners[a:b][owner], order[place]
         i, j = (mine, other) if flipped else (other, mine)
         keep = np.ones(len(i), bool)
         for d in range(left.lo.shape[1]):
             keep &= (left.lo[i, d] < right.hi[j, d]) & (right.lo[j, d] < left.hi[i, d])
         yield i[keep], j[keep]
-        position = start + len(mine)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.core.catalog import ITEMSIZE, Catalog, Pieces
+from ckptkit.core.catalog import ITEMSIZE, Catalog
+from ckptkit.core.pieces import Pieces
 from ckptkit.core.plan import Plan
 
 I64 = npt.NDArray[np.int64]
@@ -57,9 +58,8 @@ class Copies:
 
 def copies_into(plan: Plan, files: npt.NDArray[np.integer] | None = None) -> Copies:
     """The copies that fill some destination files (all unless given), sorted by file and destination offset."""
+    pairs = np.arange(len(plan.dst)) if files is None else plan.pairs_into(np.asarray(files, np.int64))
     destination = plan.destination
-    file_of_pair = destination.entries.file[destination.pieces.entry[plan.dst]]
-    pairs = np.arange(len(plan.dst)) if files is None else np.flatnonzero(np.isin(file_of_pair, files))
     s, d = plan.source_pieces.take(plan.src[pairs]), destination.pieces.take(plan.dst[pairs])
     return strided(plan.source, s, destination, d)
 

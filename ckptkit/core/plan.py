@@ -6,17 +6,19 @@ the chosen source pieces are disjoint, and for each destination piece the volume
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.core.boxes import Box
-from ckptkit.core.catalog import ROLE_CODE, ROLES, Catalog, Pieces
+from ckptkit.core.boxes import Box, ranges
+from ckptkit.core.catalog import ROLE_CODE, ROLES, Catalog
 from ckptkit.core.dtypes import DType
 from ckptkit.core.joins import BoxSet, overlaps
+from ckptkit.core.pieces import Pieces
+from ckptkit.core.replicas import disjoint, shared_tensors
 from ckptkit.errors import CoverageError, LayoutError
-
-Bounds = tuple[npt.NDArray[np.signedinteger], npt.NDArray[np.signedinteger]]
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
@@ -64,7 +66,7 @@ class Plan:
         replicas: Pairs `(kept, other)` of positions in `source.pieces` whose boxes overlap: they must hold equal values.
         key_source: For each destination key, the source key that its values come from.
         casts, drops: What changes and what is left behind.
-        elements: Elements copied, by destination key order; the sum is part of the proof.
+        elements: Elements of the destination, all of which are copied.
     """
 
     source: Catalog
@@ -82,6 +84,19 @@ class Plan:
     def lossless(self) -> bool:
         return not self.drops and all(cast.lossless for cast in self.casts)
 
+    def pairs_into(self, files: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
+        """Positions in `src` and `dst` of the pairs that fill some destination files, file by file."""
+        order, bounds = self._by_file
+        begin = bounds[files]
+        return order[ranges(begin, bounds[files + 1] - begin)[1]]
+
+    @cached_property
+    def _by_file(self) -> tuple[U32, I64]:
+        """Pairs ordered by destination file, and where each file's begin."""
+        file = self.destination.entries.file[self.destination.pieces.entry[self.dst]]
+        order = np.argsort(file, kind="stable").astype(np.uint32)
+        return order, np.searchsorted(file[order], np.arange(len(self.destination.files) + 1))
+
 
 def resolve(
     source: Mapping[Key, DType], wanted: Iterable[Key], *, master_from_param: bool = False
@@ -95,6 +110,7 @@ def resolve(
         CoverageError: a wanted key has no source.
     """
     found: dict[Key, Key] = {}
+    missing: list[Key] = []
     for tensor, role in wanted:
         options = [(tensor, role)]
         if role == "param":
@@ -103,15 +119,20 @@ def resolve(
             param = source.get((tensor, "param"))
             if param is not None and (param.name == "float32" or master_from_param):
                 options.append((tensor, "param"))
-        for option in options:
-            if option in source:
-                found[tensor, role] = option
-                break
+        origin = next((option for option in options if option in source), None)
+        if origin is None:
+            missing.append((tensor, role))
         else:
-            hint = ""
-            if role == "master" and (tensor, "param") in source:
-                hint = "; its parameter is there in lower precision: --master-from-param makes the master from it"
-            raise CoverageError(f"the source has no {role} of {tensor}{hint}", tensor=tensor)
+            found[tensor, role] = origin
+    if missing:
+        tensor, role = missing[0]
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        hint = ""
+        if role == "master" and (tensor, "param") in source:
+            hint = "; its parameter is there in lower precision: --master-from-param makes the master from it"
+        raise CoverageError(
+            f"the source has no {role} of {tensor}{more}{hint}", tensor=tensor, missing=missing
+        )
     return found
 
 
@@ -125,7 +146,7 @@ def make_plan(source: Catalog, destination: Catalog, *, master_from_param: bool 
     held = source.held
     wanted = destination.held
     key_source = resolve(held, wanted, master_from_param=master_from_param)
-    for tensor in {name for name, _ in wanted}:
+    for tensor in dict.fromkeys(name for name, _ in wanted):
         ours, theirs = source.tensors[tensor], destination.tensors[tensor]
         if ours.shape != theirs.shape:
             raise LayoutError(
@@ -136,7 +157,7 @@ def make_plan(source: Catalog, destination: Catalog, *, master_from_param: bool 
     source_key = _keys(source, numbers)
     target_key = _keys(destination, {key: numbers[key_source[key]] for key in wanted})
     width = max(source.width, destination.width)
-    kept, replicas = _disjoint(source, source_key, width)
+    kept, replicas = disjoint(source, source_key, shared_tensors(source))
     left = BoxSet(_keys_of(source, kept, numbers), _widen(kept.lo, width, 0), _widen(kept.hi, width, 1))
     target = destination.pieces
     right = BoxSet(target_key, _widen(target.lo, width, 0), _widen(target.hi, width, 1))
@@ -162,7 +183,9 @@ def make_plan(source: Catalog, destination: Catalog, *, master_from_param: bool 
     for key, origin in key_source.items():
         if origin[1] != key[1] or held[origin] is not wanted[key]:
             plan.casts.append(Cast(key[0], key[1], origin[1], held[origin], wanted[key]))
-    plan.drops = _drops(source, destination, key_source)
+    stored = np.zeros(len(numbers), np.int64)
+    np.add.at(stored, left.key, kept.volume)
+    plan.drops = _drops(plan, volume, {key: int(stored[number]) for key, number in numbers.items()})
     return plan
 
 
@@ -180,88 +203,9 @@ def _keys_of(catalog: Catalog, pieces: Pieces, numbers: Mapping[Key, int]) -> I6
 
 
 def _widen(columns: npt.NDArray[np.signedinteger], width: int, fill: int) -> npt.NDArray[np.signedinteger]:
+    if columns.shape[1] == width:
+        return columns
     return np.pad(columns, ((0, 0), (0, width - columns.shape[1])), constant_values=fill)
-
-
-def _disjoint(source: Catalog, key: I64, width: int) -> tuple[Pieces, tuple[U32, U32]]:
-    """Source pieces that are needed, made disjoint, and the replicas that were set aside.
-
-    Order of preference: rank, then file, as the catalog lists them.
-    """
-    pieces = source.pieces
-    index = np.flatnonzero(key >= 0)
-    columns = [*(pieces.hi[index, d] for d in range(pieces.hi.shape[1]))]
-    columns += [*(pieces.lo[index, d] for d in range(pieces.lo.shape[1]))]
-    order = np.lexsort((index, *columns, key[index]))
-    ordered = index[order]
-    same = np.zeros(len(ordered), bool)
-    if len(ordered) > 1:
-        a, b = ordered[1:], ordered[:-1]
-        same[1:] = (key[a] == key[b]) & np.all(pieces.lo[a] == pieces.lo[b], axis=1)
-        same[1:] &= np.all(pieces.hi[a] == pieces.hi[b], axis=1)
-    group = np.cumsum(~same) - 1
-    first = ordered[~same]
-    unique = np.sort(first)
-    kept = pieces.take(unique)
-    boxes = BoxSet(key[unique], _widen(kept.lo, width, 0), _widen(kept.hi, width, 1))
-    clash: list[tuple[I64, I64]] = []
-    for i, j in overlaps(boxes, boxes):
-        before = i < j
-        if before.any():
-            clash.append((i[before], j[before]))
-    replicas = [(first[group[same]], ordered[same]), *((unique[i], unique[j]) for i, j in clash)]
-    if clash:
-        kept = _subtract(kept, clash)
-    return kept, (
-        np.concatenate([r[0] for r in replicas]).astype(np.uint32),
-        np.concatenate([r[1] for r in replicas]).astype(np.uint32),
-    )
-
-
-def _subtract(kept: Pieces, clash: list[tuple[I64, I64]]) -> Pieces:
-    """Cut partly overlapping pieces so that earlier ones win."""
-    earlier: dict[int, list[int]] = {}
-    for i_, j_ in clash:
-        for i, j in zip(i_.tolist(), j_.tolist(), strict=True):
-            earlier.setdefault(j, []).append(i)
-    keep = np.ones(len(kept), bool)
-    owner, lo, hi = [], [], []
-    for j, others in sorted(earlier.items()):
-        rest = [(kept.lo[j], kept.hi[j])]
-        for i in others:
-            rest = [part for box in rest for part in _minus(box, (kept.lo[i], kept.hi[i]))]
-        keep[j] = False
-        owner += [j] * len(rest)
-        lo += [part[0] for part in rest]
-        hi += [part[1] for part in rest]
-    axes = kept.lo.shape[1]
-    return Pieces(
-        np.concatenate([kept.segment[keep], kept.segment[owner]]),
-        np.concatenate([kept.entry[keep], kept.entry[owner]]),
-        np.concatenate([kept.lo[keep], np.asarray(lo, kept.lo.dtype).reshape(-1, axes)]),
-        np.concatenate([kept.hi[keep], np.asarray(hi, kept.hi.dtype).reshape(-1, axes)]),
-    )
-
-
-def _minus(box: Bounds, hole: Bounds) -> list[Bounds]:
-    """`box` without `hole`, as at most two boxes an axis."""
-    lo, hi = box
-    if np.any(hole[0] >= hi) or np.any(hole[1] <= lo):
-        return [box]
-    parts = []
-    lo, hi = lo.copy(), hi.copy()
-    for d in range(len(lo)):
-        if lo[d] < hole[0][d]:
-            a, b = lo.copy(), hi.copy()
-            b[d] = hole[0][d]
-            parts.append((a, b))
-            lo[d] = hole[0][d]
-        if hole[1][d] < hi[d]:
-            a, b = lo.copy(), hi.copy()
-            a[d] = hole[1][d]
-            parts.append((a, b))
-            hi[d] = hole[1][d]
-    return parts
 
 
 def _raise_gap(source: Catalog, destination: Catalog, piece: int, count: int, got: int, volume: int) -> None:
@@ -278,12 +222,33 @@ def _raise_gap(source: Catalog, destination: Catalog, piece: int, count: int, go
     )
 
 
-def _drops(source: Catalog, destination: Catalog, key_source: Mapping[Key, Key]) -> list[Drop]:
-    """Source keys that nothing is made from, and destination keys that take only a part."""
-    used = set(key_source.values())
+def _drops(plan: Plan, volume: I64, stored: Mapping[Key, int]) -> list[Drop]:
+    """Source keys that nothing is made from, and those of which the destination has only a part.
+
+    `volume` is that of each destination piece, `stored` the elements that the source has of each key in use.
+    """
+    source, destination = plan.source, plan.destination
+    position = {name: number for number, name in enumerate(destination.tensors)}
+    covered = np.zeros(len(position) * len(ROLES), np.int64)
+    key = destination.piece_key
+    shared = shared_tensors(destination)
+    again = shared[destination.segments.tensor[destination.pieces.segment]]
+    np.add.at(covered, key[~again], volume[~again])
+    if again.any():
+        once, _ = disjoint(destination, np.where(again, key, -1), shared)
+        tensor = destination.segments.tensor[once.segment].astype(np.int64)
+        np.add.at(covered, tensor * len(ROLES) + destination.entries.role[once.entry], once.volume)
+    most: dict[Key, int] = {}
+    for (name, role), origin in plan.key_source.items():
+        reached = int(covered[position[name] * len(ROLES) + ROLE_CODE[role]])
+        most[origin] = max(reached, most.get(origin, 0))
     drops = []
-    for (tensor, role), dtype in source.held.items():
-        if (tensor, role) not in used:
-            size = int(np.prod(source.tensors[tensor].shape, dtype=np.int64)) * dtype.itemsize
-            drops.append(Drop(tensor, role, size, "not asked for"))
+    for (name, role), dtype in source.held.items():
+        key_ = name, role
+        if key_ not in most:
+            size = prod(source.tensors[name].shape)
+            drops.append(Drop(name, role, size * dtype.itemsize, "not asked for"))
+        elif stored[key_] > most[key_]:
+            lost = stored[key_] - most[key_]
+            drops.append(Drop(name, role, lost * dtype.itemsize, "the destination has room for a part only"))
     return drops

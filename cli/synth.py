@@ -7,13 +7,13 @@ import click
 from ckptkit.cli.common import common, notes, print_report, work_options
 from ckptkit.cli.progress import Progress
 from ckptkit.cli.reshard import done
-from ckptkit.cli.values import DTYPE, FORMAT, LAYOUT, MODEL, PLACE, SETTING, SIZE
+from ckptkit.cli.values import DTYPE, FORMAT, LAYOUT, PLACE, PRESET, SETTING, SIZE
 
 
 @click.command(short_help="Write a random checkpoint, to try storage and layouts.")
 @click.argument("dst", type=PLACE, metavar="DST")
 @click.option(
-    "--model", type=MODEL, default="zaya", show_default=True, metavar="M", help="A model or a preset."
+    "--model", type=PRESET, default="zaya", show_default=True, metavar="M", help="A model or a preset."
 )
 @click.option(
     "--set",

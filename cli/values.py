@@ -164,15 +164,21 @@ class NameType(click.ParamType):
 
 
 def _formats() -> Iterable[str]:
-    from ckptkit import formats
+    from ckptkit.formats.registry import FORMATS
 
-    return list(formats.formats())
+    return list(FORMATS)
 
 
 def _models() -> Iterable[str]:
     from ckptkit import models
 
     return list(models.schemas())
+
+
+def _presets() -> Iterable[str]:
+    from ckptkit.ops.synthesis import PRESETS
+
+    return [*_models(), *PRESETS]
 
 
 def _names() -> Iterable[str]:
@@ -184,4 +190,5 @@ def _names() -> Iterable[str]:
 
 SIZE, SHARE, LAYOUT, SETTING = SizeType(), ShareType(), LayoutType(), SettingType()
 DTYPE, PLACE = DTypeType(), PlaceType()
-FORMAT, MODEL, NAMES = NameType("format", _formats), NameType("model", _models), NameType("names", _names)
+FORMAT, MODEL = NameType("format", _formats), NameType("model", _models)
+NAMES, PRESET = NameType("names", _names), NameType("preset", _presets)

@@ -2,11 +2,13 @@
 
 import json
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.helpers import invoke, invoke_json
+from tests.cli.helpers import ROOT, invoke, invoke_json
 
 LAYOUT = "tp=2,pp=2,dp=2,zero=1"
 
@@ -16,6 +18,38 @@ def test_the_layout_is_what_the_layout_option_took(made: Path) -> None:
 
     assert done.exit_code == 0, done.output
     assert f"layout   {LAYOUT}  (8 ranks)" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["hf", "native"])
+def test_nothing_that_reads_headers_or_moves_bytes_imports_torch(
+    name: str, made: Path, tmp_path: Path
+) -> None:
+    """torch takes seconds to import, and a storage node need not have it."""
+    code = (
+        "import sys; from ckptkit.cli.main import cli\n"
+        "try: cli()\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "print('torch' in sys.modules)"
+    )
+    out = str(tmp_path / "out")
+    for arguments in (
+        ["inspect"],
+        ["verify"],
+        ["stats"],
+        ["reshard", "--to", "native", "--layout", "dp=2,zero=3"],
+    ):
+        words = [
+            arguments[0],
+            str(made / name),
+            *([out] if arguments[0] == "reshard" else []),
+            *arguments[1:],
+        ]
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, cwd=ROOT
+        )
+
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == "False", arguments
 
 
 def test_tensors_that_differ_in_numbers_share_a_row(made: Path) -> None:

@@ -47,7 +47,7 @@ class Rule:
         Raises:
             LayoutError: the degree does not divide the axis.
         """
-        size = size_of(self.axis)
+        size, total = size_of(self.axis), degree
         if self.inner:
             outer = size_of(self.inner)
             if degree <= outer or not outer:
@@ -67,9 +67,10 @@ class Rule:
             index = coordinate * size // degree
             return Span(index, index + 1, size)
         if full % degree:
+            left = f" leaves {degree} ranks, which do not divide" if self.inner else " does not divide"
             raise LayoutError(
-                f"{self.mesh_axis}={degree} does not divide axis {self.axis}, which has {size}; "
-                f"choose a degree that divides {size}"
+                f"{self.mesh_axis}={total}{left} axis {self.axis}, which has {size}; "
+                f"choose a degree that divides {size * (total // degree)}"
             )
         share = full // degree
         return Span(coordinate * share, (coordinate + 1) * share, size)

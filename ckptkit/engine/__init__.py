@@ -1,1 +1,1 @@
-"""Moves bytes, decides nothing: buffers, copies, digests, the journal, executors."""
+"""The engine: moves bytes, decides nothing. `plan (core) → run → folder in place`; see `ckptkit.engine.run`."""

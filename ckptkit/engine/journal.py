@@ -1,0 +1,141 @@
+"""The journal: which segments of an unfinished folder are durable.
+
+A text file of JSON lines in the folder itself. The first line says which plan and which source it belongs to; every other
+one is a segment that was synced before the line was written, with what was computed from its bytes, so that no
+durable byte is ever read again. A line that a crash tore is ignored, with all after it.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from ckptkit.core.copies import Copies
+from ckptkit.core.destination import Destination
+from ckptkit.errors import StoreError
+from ckptkit.stores.durable import write_fault
+
+NAME = ".journal"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Durable:
+    """A durable segment.
+
+    Attributes:
+        file, segment: Its file, and its number in that file.
+        digests: Of its leaves, 16 bytes each; empty where the destination has none.
+        sums: Parts of checksums: `(fix-up, start, stop, crc32)`.
+    """
+
+    file: int
+    segment: int
+    digests: bytes
+    sums: tuple[tuple[int, int, int, int], ...]
+
+
+def plan_hash(copies: Copies, destination: Destination) -> str:
+    """What is written, in 32 hexadecimal digits: every copy, every literal, every file."""
+    hasher = xxhash.xxh3_128()
+    for name in copies.__slots__:
+        hasher.update(np.ascontiguousarray(getattr(copies, name)).reshape(-1).view(np.uint8).data)
+
+    def add(*values: object) -> None:
+        hasher.update(json.dumps(values).encode())
+
+    for file in destination.catalog.files:
+        add(file.path, file.size, file.data_start)
+    for number, literals in sorted(destination.literals.items()):
+        for literal in literals:
+            add(number, literal.offset, len(literal.data))
+            hasher.update(literal.data)
+    for number, fixups in sorted(destination.fixups.items()):
+        add(number, [[fixup.kind, fixup.start, fixup.stop, *fixup.offsets] for fixup in fixups])
+    add(destination.digests, VERSION)
+    return hasher.hexdigest()
+
+
+class Journal:
+    """The journal of one folder. Not for several threads at once."""
+
+    def __init__(self, folder: str, plan: str, source: str) -> None:
+        self.path = os.path.join(folder, NAME)
+        self._head = {"version": VERSION, "plan": plan, "source": source}
+        self._fd = -1
+
+    def read(self) -> list[Durable] | None:
+        """Durable segments, or None where the journal is absent, unreadable, or of another plan or source."""
+        try:
+            with open(self.path, "rb") as file:
+                lines = file.read().split(b"\n")
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise write_fault(self.path, "read", error) from error
+        found = []
+        for number, line in enumerate(lines[:-1]):  # what follows the last newline is torn or empty
+            try:
+                row = json.loads(line)
+                if number == 0:
+                    if row != self._head:
+                        return None
+                    continue
+                sums = tuple((int(a), int(b), int(c), int(d)) for a, b, c, d in row["sums"])
+                found.append(
+                    Durable(int(row["file"]), int(row["segment"]), bytes.fromhex(row["digests"]), sums)
+                )
+            except (ValueError, KeyError, TypeError):
+                return found if number else None
+        return found if len(lines) > 1 else None
+
+    def start(self, durable: Iterable[Durable]) -> None:
+        """Write a fresh journal of what is durable already; replaces the old one in one step."""
+        temporary = self.path + ".new"
+        try:
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            self._fd = fd
+            self._write([json.dumps(self._head), *map(_line, durable)])
+            os.rename(temporary, self.path)
+        except OSError as error:
+            raise write_fault(self.path, "write", error) from error
+
+    def append(self, durable: Iterable[Durable]) -> None:
+        """Add segments whose bytes were synced, and make the lines durable."""
+        if self._fd < 0:
+            raise StoreError(f"{self.path} is closed", file=self.path)
+        try:
+            self._write([_line(row) for row in durable])
+        except OSError as error:
+            raise write_fault(self.path, "write", error) from error
+
+    def _write(self, lines: list[str]) -> None:
+        data = "".join(line + "\n" for line in lines).encode()
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._fd, view) :]
+        os.fdatasync(self._fd)
+
+    def remove(self) -> None:
+        """Close and delete it: the folder is about to be put in place."""
+        self.close()
+        try:
+            os.unlink(self.path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise write_fault(self.path, "remove", error) from error
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _line(row: Durable) -> str:
+    return json.dumps(
+        {"file": row.file, "segment": row.segment, "digests": row.digests.hex(), "sums": row.sums}
+    )

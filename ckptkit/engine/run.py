@@ -1,0 +1,364 @@
+"""Running a plan: from proven copies to a folder in place.
+
+Order of events: the source's identities are noted; replicas are compared; the unfinished folder is opened or taken over;
+slabs are assembled, and segments become durable as they complete; computed fields are filled in; the source is looked at
+again; small files are written, the marker last; the folder is renamed. Up to the rename nobody can take the result for a
+checkpoint, and after it the result is whole.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ckptkit.core.catalog import LEAF
+from ckptkit.core.copies import Copies, copies_into, replica_pairs
+from ckptkit.core.destination import Destination, Written
+from ckptkit.core.dtypes import TABLE
+from ckptkit.core.plan import Plan
+from ckptkit.engine.convert import check_cast
+from ckptkit.engine.executor import run_tasks, usable_cpus
+from ckptkit.engine.grids import Grid
+from ckptkit.engine.journal import Journal, plan_hash
+from ckptkit.engine.mover import Mover, Worker
+from ckptkit.engine.replicas import Comparer
+from ckptkit.engine.schedule import make_schedule
+from ckptkit.engine.sources import Sources
+from ckptkit.engine.unchanged import copy_unchanged
+from ckptkit.engine.writer import SEGMENT, Outputs, Writer
+from ckptkit.errors import CkptError, InterruptedRunError, StoreError, UsageError
+from ckptkit.stores.base import Store
+from ckptkit.stores.durable import UnfinishedFolder, check_target
+
+Progress = Callable[[int, int], None]
+
+_SYNC_EVERY_S = 1.0
+
+
+@dataclass
+class RunResult:
+    """What a run did.
+
+    Attributes:
+        written: Every file of the destination's catalog, in its order.
+        bytes_in: Read from the source by this run; more than `bytes_out` where blocks had to be read twice.
+        bytes_out: Bytes of the destination, small files included.
+        reused_bytes: Of these, durable since an earlier run that was interrupted.
+        cloned_bytes: Of these, shared with the source's files by the file system.
+        compared_bytes: Bytes of replicas that were compared.
+        checked_leaves: Leaves of the source that were compared with their digests.
+        direct: Whether writes bypassed the page cache.
+        threads, slab_bytes: As chosen.
+        seconds: Wall-clock time.
+        notes: What a user should know (work of an earlier run that was thrown away, ...).
+    """
+
+    written: list[Written] = field(default_factory=list)
+    bytes_in: int = 0
+    bytes_out: int = 0
+    reused_bytes: int = 0
+    cloned_bytes: int = 0
+    compared_bytes: int = 0
+    checked_leaves: int = 0
+    direct: bool = False
+    threads: int = 0
+    slab_bytes: int = 0
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """How work is cut: threads, bytes of a slab, and bytes of slabs that a worker may hold."""
+
+    threads: int
+    slab: int
+    task: int
+
+
+def run(
+    plan: Plan,
+    destination: Destination,
+    source_store: Store,
+    target: str,
+    *,
+    threads: int | None = None,
+    memory: int = 256 << 20,
+    direct: bool | str = "auto",
+    replicas: str = "check",
+    restart: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    verify_source: bool = True,
+) -> RunResult:
+    """Write the destination of `plan` at `target`, which appears whole or not at all.
+
+    A run that was interrupted goes on when it is called again with the same plan and an unchanged source: segments that
+    were durable are kept. The result is the same, bit for bit, as that of a run in one go.
+
+    Args:
+        plan: From `make_plan(source, destination.catalog)`.
+        destination: Laid out: every file has a path, a size and a data start.
+        source_store: Holds the files of `plan.source`.
+        target: Path of a folder that does not exist, is empty, or may be replaced (`overwrite`).
+        threads: Workers; chosen by CPUs, cgroup and file system unless given.
+        memory: Bytes of buffers, for all workers together.
+        direct: Whether writes bypass the page cache: True, False, or `auto` (wherever it is a disk).
+        replicas: `check` compares pieces that hold the same elements; `first` takes the first.
+        restart: Forget what an interrupted run left.
+        progress: Called on this thread about ten times a second with bytes done and in all.
+        verify_source: Compare every leaf that is read with its digest, where the source has digests. Files that are
+            copied whole are checked too; their digests are taken over.
+
+    Raises:
+        UsageError: an argument that makes no sense.
+        LayoutError: the plan asks for a cast that cannot be.
+        FormatError, ShardMissingError, CorruptionError: the source is unusable, changed, or disagrees with itself. What
+            was written is removed.
+        StoreError: the destination failed. What is durable is kept for the next call.
+        InterruptedRunError: KeyboardInterrupt; likewise.
+    """
+    if replicas not in ("check", "first"):
+        raise UsageError(f"replicas={replicas!r}: choose check or first")
+    if direct not in (True, False, "auto"):
+        raise UsageError(f"direct={direct!r}: choose True, False or 'auto'")
+    began = time.monotonic()
+    check_target(target, overwrite)
+    copies = copies_into(plan)
+    _check_casts(copies)
+    pairs = replica_pairs(plan) if replicas == "check" else None
+    sources = Sources(source_store, plan.source, verify=verify_source)
+    job = _Job(
+        plan,
+        destination,
+        sources,
+        target,
+        copies,
+        threads,
+        memory,
+        direct,
+        progress or (lambda done, total: None),
+    )
+    try:
+        used = [copies.src_file] + ([pairs.src_file, pairs.dst_file] if pairs is not None else [])
+        sources.note_identities(np.unique(np.concatenate(used)))
+        if pairs is not None and len(pairs):
+            job.compare(pairs)
+        job.write(restart, overwrite)
+    except KeyboardInterrupt:
+        done = (
+            f"{job.durable_bytes:,} of {job.total:,} bytes are durable"
+            if job.total
+            else "nothing was written"
+        )
+        raise InterruptedRunError(
+            f"interrupted; {done}. Run the same command to go on (or with --restart to start over)",
+            file=target,
+        ) from None
+    finally:
+        sources.close()
+    job.result.seconds = time.monotonic() - began
+    return job.result
+
+
+class _Job:
+    """One call of `run`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        destination: Destination,
+        sources: Sources,
+        target: str,
+        copies: Copies,
+        threads: int | None,
+        memory: int,
+        direct: bool | str,
+        progress: Progress,
+    ) -> None:
+        self.plan, self.destination, self.sources, self.target = plan, destination, sources, target
+        self.copies, self.threads, self.memory, self.direct = copies, threads, memory, direct
+        self.progress = progress
+        self.result = RunResult()
+        self.stop = threading.Event()
+        self.total = sum(file.size for file in destination.catalog.files)
+        self.durable_bytes = 0
+        self.blocks = _source_grid(sources)
+
+    def compare(self, pairs: Copies) -> None:
+        """Compare replicas. Raises CorruptionError for the first pair that differs."""
+        shape = self._shape(False)
+        shape = replace(shape, slab=LEAF, task=max(LEAF, min(shape.task, 8 * LEAF)))
+        slabs = _source_grid(self.sources)
+        every = np.ones(slabs.cells, bool)
+        comparer = Comparer(
+            self.sources,
+            make_schedule(pairs, slabs, self.blocks, every, shape.task, only_used=True),
+            self.stop,
+        )
+        self._run(comparer, shape, lambda: None)
+        self.result.compared_bytes = comparer.compared
+
+    def write(self, restart: bool, overwrite: bool) -> None:
+        """Write, commit, and fill in the result."""
+        plan = plan_hash(self.copies, self.destination)
+        source = xxhash.xxh3_128_hexdigest(repr(sorted(self.sources.identities.items())).encode())
+        notes = self.result.notes
+        # The source is part of the name, so that work on another version of it is never taken up.
+        name = xxhash.xxh3_64_hexdigest((plan + source).encode())[:12]
+        folder = UnfinishedFolder(self.target, name, overwrite=overwrite, note=notes.append)
+        try:
+            self._write(folder, Journal(folder.path, plan, source), restart)
+        except (StoreError, KeyboardInterrupt):
+            raise  # what is durable stays, for the next call
+        except CkptError:
+            folder.discard()
+            raise
+        finally:
+            folder.close()
+
+    def _write(self, folder: UnfinishedFolder, journal: Journal, restart: bool) -> None:
+        result, destination = self.result, self.destination
+        direct = not folder.in_memory if self.direct == "auto" else bool(self.direct)
+        outputs = Outputs(folder, destination, direct)
+        durable = None if restart or not folder.resumed else journal.read()
+        if folder.resumed and durable is None:
+            folder.restart()
+        outputs.restore(durable or [])
+        shape = self._shape(direct)
+        try:
+            if not folder.resumed:
+                try:
+                    folder.check_space(self.total)
+                except StoreError:
+                    folder.discard()
+                    raise
+            else:
+                folder.check_space(self.total)
+            journal.start(durable or [])
+            cloned = copy_unchanged(self.plan, destination, self.copies, self.sources, outputs)
+            result.cloned_bytes = sum(int(outputs.sizes[number]) for number in cloned)
+            self._assemble(outputs, journal, shape, cloned)
+            outputs.apply_fixups()
+            outputs.sync_all()
+            self.sources.check_unchanged()
+            result.written = outputs.result()
+            result.bytes_out = self.total
+            for path, content in destination.finish(result.written):
+                folder.write_small(path, content)
+                result.bytes_out += len(content)
+            result.direct, result.threads, result.slab_bytes = direct, shape.threads, shape.slab
+            journal.remove()
+            outputs.files.close()
+            folder.commit()
+        finally:
+            journal.close()
+            outputs.files.close()
+
+    def _assemble(self, outputs: Outputs, journal: Journal, shape: _Shape, cloned: list[int]) -> None:
+        """Write every slab that is not durable yet."""
+        result = self.result
+        slabs = Grid(outputs.sizes, outputs.origins, shape.slab)
+        numbers = np.arange(slabs.cells)
+        files = slabs.file(numbers)
+        start, stop = slabs.bounds(numbers)
+        wanted = ~outputs.done[outputs.segment(files, start)] if slabs.cells else np.zeros(0, bool)
+        reused = int((stop - start)[~wanted].sum())
+        wanted &= ~np.isin(files, cloned)
+        result.reused_bytes = self.durable_bytes = reused
+        base = reused + result.cloned_bytes
+        writer = Writer(
+            self.sources,
+            make_schedule(self.copies, slabs, self.blocks, wanted, shape.task),
+            self.stop,
+            outputs,
+        )
+        syncer = _Syncer(writer, journal, self.stop)
+        syncer.start()
+        try:
+            self._run(writer, shape, lambda: self.progress(base + writer.done_bytes, self.total))
+        finally:
+            # What is complete is worth keeping, whatever happened.
+            error = syncer.end()
+            self.durable_bytes = reused + syncer.bytes
+        if error is not None:
+            raise error
+        self.progress(base + writer.done_bytes, self.total)
+
+    def _run(self, mover: Mover, shape: _Shape, tick: Callable[[], None]) -> None:
+        workers = [Worker(shape.slab) for _ in range(min(shape.threads, max(mover.schedule.tasks, 1)))]
+        try:
+            run_tasks(
+                mover.schedule.tasks,
+                len(workers),
+                lambda task, number: mover.run_task(task, workers[number]),
+                self.stop,
+                tick,
+            )
+        finally:
+            self.result.bytes_in += sum(worker.bytes_in for worker in workers)
+            self.result.checked_leaves = self.sources.checked
+
+    def _shape(self, direct: bool) -> _Shape:
+        """Choose threads and sizes.
+
+        In memory, slabs of one leaf stay in the CPU's cache. On a disk a direct write keeps its thread waiting, so there
+        are two threads a CPU, and larger slabs.
+        """
+        cpus = usable_cpus()
+        threads = self.threads or (min(2 * cpus, 16) if direct else min(cpus, 32))
+        threads = max(1, min(threads, self.memory // (4 * LEAF)))
+        share = max(self.memory // threads - 2 * LEAF, LEAF)
+        slab = 4 * LEAF if direct else LEAF
+        while slab > LEAF and slab * 4 > share:
+            slab //= 2
+        small = max(slab, -(-self.total // (threads * 4)))  # so that every thread has something to do
+        return _Shape(threads, slab, max(slab, min(share, SEGMENT, small)))
+
+
+class _Syncer(threading.Thread):
+    """Makes complete segments durable, about once a second."""
+
+    def __init__(self, writer: Writer, journal: Journal, stop: threading.Event) -> None:
+        super().__init__(name="syncer", daemon=True)
+        self._writer, self._journal, self._stop_run = writer, journal, stop
+        self._end = threading.Event()
+        self._error: Exception | None = None
+        self.bytes = 0
+
+    def run(self) -> None:
+        while not self._end.wait(_SYNC_EVERY_S):
+            self._sync()
+
+    def _sync(self) -> None:
+        if self._error is None:
+            try:
+                self.bytes += self._writer.make_durable(self._journal)
+            except Exception as error:  # noqa: BLE001  (raised by `end`)
+                self._error = error
+                self._stop_run.set()
+
+    def end(self) -> Exception | None:
+        """Sync the rest, and give the error if there was one."""
+        self._end.set()
+        self.join()
+        self._sync()
+        return self._error
+
+
+def _check_casts(copies: Copies) -> None:
+    cast = copies.src_dtype != copies.dst_dtype
+    for source, destination in set(
+        zip(copies.src_dtype[cast].tolist(), copies.dst_dtype[cast].tolist(), strict=True)
+    ):
+        check_cast(TABLE[source], TABLE[destination])
+
+
+def _source_grid(sources: Sources) -> Grid:
+    files = sources.catalog.files
+    sizes: npt.NDArray[np.int64] = np.asarray([file.size for file in files], np.int64)
+    return Grid(sizes, np.asarray([file.data_start for file in files], np.int64), LEAF)

@@ -5,7 +5,7 @@ byte's place before any byte moves.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ from ckptkit.core.catalog import Catalog
 from ckptkit.core.destination import Destination
 from ckptkit.core.layouts import Layout
 from ckptkit.core.schema import Schema
+from ckptkit.errors import CkptError
 from ckptkit.stores.base import Store
 
 
@@ -70,3 +71,10 @@ class Format(ABC):
 
         `shards.extras` holds what to carry along; `shards.layout`, `shards.model` and `shards.names` say what it is.
         """
+
+    def problems(self, store: Store, catalog: Catalog) -> Iterable[CkptError]:
+        """What is wrong with a checkpoint that could be read, beyond its data: digest files, extras, an index.
+
+        `catalog` is what `read` gave. Small files only, but all of them.
+        """
+        return ()

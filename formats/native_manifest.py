@@ -17,6 +17,7 @@ import xxhash
 from ckptkit.core.catalog import Extras
 from ckptkit.core.layouts import Layout
 from ckptkit.errors import CorruptionError, FormatError, LayoutError, UnsafeError
+from ckptkit.formats.carried import check_names
 from ckptkit.formats.native_columns import file_name
 from ckptkit.stores.base import Store
 
@@ -243,6 +244,7 @@ def read_extras(store: Store, files: Sequence[RankFile]) -> Extras:
             except (AttributeError, TypeError, KeyError, ValueError) as error:
                 path = extras_name(file.path)
                 raise FormatError(f"{path} does not make sense: {error}", file=path) from None
+    check_names(extras.files)
     return extras
 
 

@@ -1,0 +1,316 @@
+"""Folders of safetensors files with whole tensors, as model hubs have them: reading and writing, whatever the names.
+
+    config.json, tokenizer.json, ...         carried along
+    model.safetensors                        or several files and their index (`safetensors_index`)
+
+Nothing marks such a folder as whole: it is when every name of the index lies in its file, every file is covered, and every
+tensor of the model is there. Rules of writing are those of Transformers' `save_pretrained` and of
+`split_torch_state_dict_into_shards` in huggingface_hub.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from ckptkit.core.boxes import Box
+from ckptkit.core.catalog import ROLE_CODE, ROLES, Catalog, Entries, Extras, File
+from ckptkit.core.destination import Destination, Literal
+from ckptkit.core.dtypes import TABLE
+from ckptkit.core.layouts import Layout
+from ckptkit.core.local import LocalTensor, Segment
+from ckptkit.core.schema import Model, Tensor
+from ckptkit.errors import CkptError, FormatError, LayoutError
+from ckptkit.formats import model_config
+from ckptkit.formats.base import Format, ReadOptions, WriteOptions
+from ckptkit.formats.binding import model_of
+from ckptkit.formats.carried import carried, check_names
+from ckptkit.formats.safetensors_file import (
+    HEADER_LIMIT,
+    check_writable,
+    entry_text,
+    header_bytes,
+    read_header,
+    written_shape,
+)
+from ckptkit.formats.safetensors_index import (
+    INDEX,
+    SINGLE,
+    Opened,
+    main_file,
+    open_folder,
+    read_weight_map,
+    some,
+)
+from ckptkit.stores.base import Store
+
+_FURTHEST = 1 << 50
+"""An offset with as many digits as any, to bound a header's size before offsets are known."""
+
+
+class SafetensorsFolder(Format):
+    """A folder of safetensors files whose names are those of one family."""
+
+    roles = ("param", "buffer")
+    header_limit: ClassVar[int] = HEADER_LIMIT
+
+    def accepts(self, family: str) -> bool:
+        """Whether files with names of this family are of this format."""
+        return family == self.names
+
+    def detect(self, store: Store) -> bool:
+        start = main_file(store)
+        if start is None:
+            return False
+        try:
+            config = model_config.load_config({"config.json": store.read("config.json")}, store.url)
+            model = model_of(config, ReadOptions(), store.url)
+            if model is None:
+                return self.accepts("stored")
+            keys = (
+                read_weight_map(store, start) if start.endswith(".json") else read_header(store, start).names
+            )
+            return self.accepts(model.family_of(keys))
+        except CkptError:
+            return self.accepts("stored")  # reading says what is wrong
+
+    def read(self, store: Store, options: ReadOptions = ReadOptions()) -> Catalog:
+        opened = open_folder(store)
+        files = carried(store, opened.warnings)
+        model = model_of(model_config.read_config(files, options, store.url), options, store.url)
+        family = "stored"
+        if model is not None:
+            family = model.family_of(opened.keys, store.url)
+            if not self.accepts(family):
+                raise FormatError(
+                    f"{store.url} has the names called {family}, which are not those of format {self.name}; leave out --from",
+                    format=self.name,
+                )
+        locals_ = _stored(opened) if model is None else _bound(model, family, opened, store.url)
+        tensors = model.tensors if model is not None else _plain_tensors(locals_)
+        number = {item.key: k for k, item in enumerate(locals_)}
+        role = [ROLE_CODE[tensors[item.segments[0].tensor].kind] for item in locals_]
+        rows = [
+            (file, number[name], role[number[name]], dtype, locals_[number[name]].size, begin)
+            for file, header in enumerate(opened.headers)
+            for name, dtype, begin in zip(
+                header.names, header.dtype.tolist(), header.begin.tolist(), strict=True
+            )
+            if name in number
+        ]
+        file, local, role_, dtype_, last, offset = np.asarray(rows, np.int64).reshape(-1, 6).T
+        return Catalog(
+            format=self.name,
+            where=store.url,
+            tensors=tensors,
+            locals=locals_,
+            files=[File(header.path, header.size, header.data_start, 0) for header in opened.headers],
+            entries=Entries(file, local, role_, dtype_, np.zeros(len(file)), last, offset),
+            layout=Layout(),
+            model=model,
+            names=family,
+            extras=Extras(files=files),
+            facts={"warnings": opened.warnings, "metadata": opened.headers[0].metadata},
+            identities=opened.identities,
+        )
+
+    def lay_out(self, shards: Catalog, options: WriteOptions = WriteOptions()) -> Destination:
+        """Whole tensors, split over files in module order, each at most `max_shard_size` (or one tensor)."""
+        _check_holds(self, shards)
+        files = _split(shards, options.max_shard_size, self.header_limit)
+        paths = (
+            [SINGLE]
+            if len(files) == 1
+            else [f"model-{k + 1:05d}-of-{len(files):05d}.safetensors" for k in range(len(files))]
+        )
+        entries = shards.entries
+        order = np.asarray([row for rows in files for row in rows], np.int64)
+        placed = entries.take(order)
+        placed.file = np.repeat(np.arange(len(files), dtype=np.uint32), [len(rows) for rows in files])
+        listed: list[File] = []
+        literals: dict[int, Sequence[Literal]] = {}
+        weight_map: dict[str, str] = {}
+        at = 0
+        for number, (path, rows) in enumerate(zip(paths, files, strict=True)):
+            offset, members = 0, []
+            for row in rows:
+                item, dtype = shards.locals[entries.local[row]], TABLE[entries.dtype[row]]
+                members.append(entry_text(item.key, item.shape, dtype, offset))
+                weight_map[item.key] = path
+                placed.offset[at] = offset
+                offset += item.size * dtype.itemsize
+                at += 1
+            header = header_bytes(members, {"format": "pt"})
+            literals[number] = [Literal(0, header)]
+            listed.append(File(path, len(header) + offset, len(header), 0))
+        small = dict(_carried_files(shards, set(paths)))
+        if len(files) > 1:
+            params = entries.role == ROLE_CODE["param"]
+            metadata = {
+                "total_parameters": int((entries.last - entries.first)[params].sum()),
+                "total_size": int(entries.nbytes.sum()),
+            }
+            index = json.dumps(
+                {"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True, ensure_ascii=False
+            )
+            small[INDEX] = (index + "\n").encode()  # last: before it nothing says that the shards are all
+        catalog = Catalog(
+            format=self.name, where=shards.where, tensors=shards.tensors, locals=shards.locals, files=listed, entries=placed,
+            layout=shards.layout, model=shards.model, names=shards.names, extras=shards.extras, facts=shards.facts,
+        )  # fmt: skip
+        return Destination(catalog=catalog, literals=literals, finish=lambda written: small.items())
+
+
+def _bound(model: Model, family: str, opened: Opened, where: str) -> list[LocalTensor]:
+    """The local tensors of what is stored, which must be what the model has.
+
+    Raises:
+        FormatError: names are missing, unknown, or of another shape; lists all three.
+    """
+    names = model.names(family)
+    whole = names.unpadded()
+    known = {**whole, **names.copies}
+    found: dict[str, LocalTensor] = {}
+    unknown, reshaped = [], []
+    for header in opened.headers:
+        for name, shape in zip(header.names, header.shapes, strict=True):
+            item = known.get(name)
+            if item is not None and item.shape == shape:
+                found[name] = item
+            elif item is not None:
+                reshaped.append(f"{name} {list(shape)} in {header.path} instead of {list(item.shape)}")
+            elif model.schema.is_harmless(name):
+                opened.warnings.append(
+                    f"{name} in {header.path} is made anew by every library and was left out"
+                )
+            else:
+                unknown.append(name)
+    wrong_shape = {text.split(" ")[0] for text in reshaped}
+    missing = [
+        name
+        for name in whole
+        if name not in found and name not in wrong_shape and not model.schema.is_harmless(name)
+    ]
+    problems = [
+        f"{text}: {some(list_)}"
+        for text, list_ in (
+            ("missing", missing),
+            ("of another shape", reshaped),
+            ("not of this model", unknown),
+        )
+        if list_
+    ]
+    if problems:
+        raise FormatError(
+            f"{where} does not hold the model of its config.json ({model.schema.id}, names {family}): {'; '.join(problems)}. "
+            "Fetch all files again, or give the right --config",
+            tensor=(missing or [text.split(" ")[0] for text in reshaped] or unknown)[0],
+            missing=missing,
+            unknown=unknown,
+        )
+    return [item for name, item in known.items() if name in found]
+
+
+def _stored(opened: Opened) -> list[LocalTensor]:
+    """Every stored tensor as itself."""
+    return [
+        LocalTensor(
+            name,
+            shape,
+            (
+                Segment(
+                    name, Box.whole(shape), tuple(range(len(shape))), (1,) * len(shape), (0,) * len(shape)
+                ),
+            ),
+        )
+        for header in opened.headers
+        for name, shape in zip(header.names, header.shapes, strict=True)
+    ]
+
+
+def _plain_tensors(locals_: Sequence[LocalTensor]) -> dict[str, Tensor]:
+    """Tensors whose axes have no meaning but their position."""
+    return {
+        item.key: Tensor(item.key, tuple(f"d{d}" for d in range(len(item.shape))), item.shape)
+        for item in locals_
+    }
+
+
+def _check_holds(format: SafetensorsFolder, shards: Catalog) -> None:
+    """Raise LayoutError for what whole tensors of this format cannot say."""
+    entries, layout = shards.entries, shards.layout
+    if layout is not None and layout.world != 1:
+        raise LayoutError(
+            f"format {format.name} holds whole tensors, not those of {layout.world} ranks; leave out --layout"
+        )
+    beyond = sorted({ROLES[code] for code in np.unique(entries.role)} - set(format.roles))
+    if beyond:
+        raise LayoutError(
+            f"format {format.name} cannot hold {', '.join(beyond)}; leave them behind (--drop-optimizer)"
+        )
+    if shards.model is not None and not format.accepts(shards.names):
+        raise LayoutError(
+            f"format {format.name} has the names called {format.names}, not {shards.names}; leave out --names"
+        )
+    check_writable({TABLE[code] for code in np.unique(entries.dtype)}, format.name)
+    sizes = np.asarray([item.size for item in shards.locals], np.int64)
+    if len(entries) and (entries.first.any() or (entries.last != sizes[entries.local]).any()):
+        raise LayoutError(f"format {format.name} holds whole tensors, not runs of them")
+    for item in shards.locals:
+        if item.real_size != item.size and len(item.segments) == 1:
+            raise LayoutError(
+                f"{item.key} is padded ({item.size} elements for {item.real_size}), which format {format.name} never is"
+            )
+    for row in range(len(entries)):
+        shape, dtype = shards.locals[entries.local[row]].shape, TABLE[entries.dtype[row]]
+        if not shape and written_shape(shape, dtype):
+            raise LayoutError(
+                f"{shards.locals[entries.local[row]].key} is one byte of {dtype}, which safetensors cannot hold alone"
+            )
+
+
+def _split(shards: Catalog, largest: int, header_limit: int) -> list[list[int]]:
+    """Entries of each file, each in the order of its data: widest types first, then by name.
+
+    Tensors are taken in module order; one that is larger than `largest` has a file of its own.
+    """
+    entries = shards.entries
+    closed: list[list[int]] = []
+    current: list[int] = []
+    room, text = largest, 0
+    for row in np.argsort(entries.local, kind="stable").tolist():
+        item, dtype = shards.locals[entries.local[row]], TABLE[entries.dtype[row]]
+        nbytes = item.size * dtype.itemsize
+        member = len(entry_text(item.key, item.shape, dtype, _FURTHEST).encode()) + 1
+        if member + 64 > header_limit:
+            raise LayoutError(
+                f"the name {item.key[:60]}... needs a header above {header_limit} bytes", tensor=item.key
+            )
+        if nbytes > largest:
+            closed.append([row])
+            continue
+        if current and (nbytes > room or text + member + 64 > header_limit):
+            closed.append(current)
+            current, room, text = [], largest, 0
+        current.append(row)
+        room, text = room - nbytes, text + member
+    if current or not closed:
+        closed.append(current)
+
+    def order(row: int) -> tuple[int, str]:
+        return -TABLE[entries.dtype[row]].itemsize, shards.locals[entries.local[row]].key
+
+    return [sorted(rows, key=order) for rows in closed]
+
+
+def _carried_files(shards: Catalog, taken: set[str]) -> Iterator[tuple[str, bytes]]:
+    """Files to write beside the weights, config.json in the right terms."""
+    files: Mapping[str, bytes] = shards.extras.files
+    check_names(files, {*taken, INDEX})
+    config = model_config.config_bytes(shards)
+    if config is not None:
+        yield "config.json", config
+    for name in files:
+        if name != "config.json":
+            yield name, files[name]

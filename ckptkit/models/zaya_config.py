@@ -92,6 +92,12 @@ def to_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
             "Transformers does not do: it would give other logits. Convert to the hub layout instead",
             field="clamp_temp",
         )
+    if found.get("num_experts_per_tok", 1) != 1:
+        raise FormatError(
+            f"the configuration has num_experts_per_tok={found['num_experts_per_tok']!r}; the model in Transformers takes "
+            "one expert for each token",
+            field="num_experts_per_tok",
+        )
     found.setdefault("architectures", ["ZayaForCausalLM"])
     return found
 

@@ -162,7 +162,9 @@ def test_qkv_rows_that_do_not_divide_are_refused() -> None:
 
     with pytest.raises(LayoutError, match=r"tp=16 does not divide the 40 rows of .*linear_qkv.weight"):
         list(model.names("megatron").placements(Layout(tp=16)))
-    with pytest.raises(LayoutError, match=r"tp=32 leaves 16 ranks, .* axis group, which has 8; .* divides 16"):
+    with pytest.raises(
+        LayoutError, match=r"tp=32 leaves 16 ranks, .* axis group, which has 8; .* divides 16"
+    ):
         list(model.names("megatron").placements(Layout(tp=32)))
 
 

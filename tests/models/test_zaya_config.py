@@ -225,6 +225,8 @@ def test_what_transformers_cannot_do_is_not_written_for_it() -> None:
     """Clamped key scales give other logits there, other activations there have no original: both are refused by name."""
     with pytest.raises(FormatError, match="clamp_temp"):
         to_transformers({**LEGACY, "clamp_temp": True})
+    with pytest.raises(FormatError, match="num_experts_per_tok=2"):
+        to_transformers({**LEGACY, "moe_router_topk": 2})
     with pytest.raises(FormatError, match="hidden_act='gelu'"):
         to_hub({**plain(config_of()), "hidden_act": "gelu"})
 

@@ -5,7 +5,7 @@ byte's place before any byte moves.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -77,4 +77,8 @@ class Format(ABC):
 
         `catalog` is what `read` gave. Small files only, but all of them.
         """
+        return ()
+
+    def missing_ranks(self, store: Store) -> Sequence[int]:
+        """Ranks whose files are absent from a checkpoint without its marker; empty where that cannot be told."""
         return ()

@@ -146,6 +146,10 @@ class NativeFormat(Format):
         """What is wrong with everything but the data: headers, digest files, extras, index."""
         return _problems(store, catalog)
 
+    def missing_ranks(self, store: Store) -> Sequence[int]:
+        """Ranks without a rank file or without its digests, which follow it; the world is what any digest file says."""
+        return _missing_ranks(store)
+
 
 def _place(shards: Catalog) -> tuple[Entries, tuple[I64, I64, I64], I64]:
     """Entries with offsets, in file order; gaps as columns file, offset, nbytes; bytes of data of each file."""
@@ -327,3 +331,18 @@ def _problems(store: Store, catalog: Catalog) -> Iterator[CkptError]:
     with ThreadPoolExecutor(max(1, min(store.parallel, len(manifest.files)))) as pool:
         for errors in pool.map(look, zip(manifest.files, catalog.files, strict=True)):
             yield from errors
+
+
+def _missing_ranks(store: Store) -> list[int]:
+    files = set(store.files())
+    ranks = sorted(int(path[5:].partition(".")[0]) for path in files if _RANK.fullmatch(path))
+    world = ranks[-1] + 1 if ranks else 0
+    for rank in ranks:
+        path = digests_name(file_name(rank))
+        if path in files:
+            try:
+                world = RankDigests.parse(path, store.read(path)).world
+                break
+            except CkptError:
+                continue
+    return [r for r in range(world) if not {file_name(r), digests_name(file_name(r))} <= files]

@@ -2,14 +2,25 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.core.boxes import Box
+from ckptkit.core.catalog import ITEMSIZE, ROLE_CODE, ROLES, Catalog
+from ckptkit.core.dtypes import BY_NAME, TABLE
 from ckptkit.core.layouts import Layout
-from ckptkit.ops.reports import Report
-from ckptkit.ops.sources import Source
+from ckptkit.errors import UsageError
+from ckptkit.ops.boxes import Selection, parse_box
+from ckptkit.ops.folding import fold, fold_names
+from ckptkit.ops.reports import Report, count_text, nbytes_text
+from ckptkit.ops.sources import Source, open
+from ckptkit.ops.streaming import read_box
+
+_LONG_FACTS = ("digests", "warnings")
+"""Facts that `inspect` shows only when asked for everything."""
 
 
 @dataclass(frozen=True)
@@ -124,21 +135,61 @@ class Inspection(Report):
 
     def rank(self, rank: int) -> list[EntryRow]:
         """What one rank stores, in file order. Raises UsageError where there is no such rank."""
-        raise NotImplementedError
+        catalog = self._catalog
+        files = [number for number, file in enumerate(catalog.files) if max(file.rank, 0) == rank]
+        if not files:
+            ranks = max((file.rank for file in catalog.files), default=0)
+            raise UsageError(f"{self.url} has no rank {rank}; its ranks are 0 to {max(ranks, 0)}")
+        entries = catalog.entries
+        mine = np.flatnonzero(np.isin(entries.file, files))
+        mine = mine[np.lexsort((entries.offset[mine], entries.file[mine]))]
+        rows = []
+        for k in mine.tolist():
+            file, local = catalog.files[int(entries.file[k])], catalog.locals[int(entries.local[k])]
+            rows.append(
+                EntryRow(
+                    rank=rank,
+                    file=file.path,
+                    key=local.key,
+                    role=ROLES[entries.role[k]],
+                    dtype=TABLE[entries.dtype[k]].name,
+                    local_shape=local.shape,
+                    first=int(entries.first[k]),
+                    last=int(entries.last[k]),
+                    offset=file.data_start + int(entries.offset[k]),
+                    nbytes=int(entries.nbytes[k]),
+                )
+            )
+        return rows
 
     def where(self, text: str) -> list[PieceRow]:
         """The pieces that hold a box: `layers.0.attn.q/param[0:2, 5, :]` (role and box may be left out).
 
         Raises UsageError that names what does not fit.
         """
-        raise NotImplementedError
+        return _where(self._catalog, parse_box(text, self._catalog))
 
     def values(self, text: str) -> npt.NDArray[np.generic]:
         """The elements of a box, as an array of its shape (axes given by one index are dropped).
 
-        bfloat16 and float8 come in `ml_dtypes` types.
+        bfloat16 and float8 come in `ml_dtypes` types. Raises UsageError that names what does not fit.
         """
-        raise NotImplementedError
+        assert self._source is not None
+        wanted = parse_box(text, self._catalog)
+        return read_box(self._source, wanted.tensor, wanted.role, wanted.box).squeeze(wanted.single)
+
+    @property
+    def _catalog(self) -> Catalog:
+        assert self._source is not None, "an inspection is made by inspect()"
+        return self._source.catalog
+
+    def summary(self) -> str:
+        step = f", step {self.step}" if self.step is not None else ""
+        return (
+            f"{self.url}: {self.format}, {self.model or 'unknown model'}, {self.layout or 'no layout'} "
+            f"({count_text(self.world, 'rank')}){step}: {self.parameters:,} parameters, "
+            f"{count_text(self.files, 'file')}, {nbytes_text(self.nbytes)}"
+        )
 
 
 def inspect(
@@ -155,4 +206,137 @@ def inspect(
     Args:
         everything: One row a tensor, and extras in full.
     """
-    raise NotImplementedError
+    source = open(url, format=format, layout=layout, model=model, config=config)
+    catalog = source.catalog
+    held = catalog.held
+    data = sum(_size(catalog, name) * dtype.itemsize for (name, _), dtype in held.items())
+    pieces, entries = catalog.pieces, catalog.entries
+    real = int((pieces.volume * ITEMSIZE[entries.dtype[pieces.entry]]).sum())
+    stored = int(entries.nbytes.sum())
+    files = source.store.files()
+    bound = catalog.model
+    shown = catalog.layout
+    facts = {name: value for name, value in catalog.facts.items() if everything or name not in _LONG_FACTS}
+    return Inspection(
+        url=source.url,
+        format=catalog.format,
+        names=catalog.names,
+        model=bound.schema.id if bound is not None else "",
+        layout=str(shown) if shown is not None else "",
+        world=shown.world if shown is not None else 1,
+        step=catalog.step,
+        epoch=catalog.facts.get("epoch"),
+        files=len(files),
+        nbytes=sum(source.store.size(file) for file in files),
+        data_nbytes=data,
+        padding_nbytes=stored - real,
+        replica_nbytes=max(real - data, 0),
+        parameters=sum(
+            _size(catalog, name) for name in {n for n, role in held if role in ("param", "master")}
+        ),
+        tensors=_rows(catalog, fold_them=not everything),
+        roles=_roles(catalog),
+        extras=_extras(catalog, everything),
+        facts=facts,
+        notes=[*source.notes, *catalog.facts.get("warnings", ())],
+        _source=source,
+    )
+
+
+def _size(catalog: Catalog, name: str) -> int:
+    return prod(catalog.tensors[name].shape)
+
+
+def _rows(catalog: Catalog, *, fold_them: bool) -> list[TensorRow]:
+    roles: dict[str, list[tuple[str, str]]] = {}
+    for (name, role), dtype in catalog.held.items():
+        roles.setdefault(name, []).append((role, dtype.name))
+    order = {role: place for place, role in enumerate(ROLES)}
+    keyed = []
+    for name, tensor in catalog.tensors.items():
+        if name in roles:
+            have = tuple(sorted(roles[name], key=lambda pair: order[pair[0]]))
+            keyed.append((name, (tensor.axes, tensor.shape, have)))
+    if fold_them:
+        folded = [(pattern, value, len(names)) for pattern, value, names in fold(keyed)]
+    else:
+        folded = [(name, value, 1) for name, value in keyed]
+    rows = []
+    for pattern, (axes, shape, have), count in folded:
+        width = sum(BY_NAME[dtype].itemsize for _, dtype in have)
+        elements = prod(shape) * count
+        rows.append(TensorRow(pattern, count, axes, shape, dict(have), elements, elements * width))
+    return rows
+
+
+def _roles(catalog: Catalog) -> list[RoleRow]:
+    found = []
+    for role in ROLES:
+        members = [(name, dtype) for (name, r), dtype in catalog.held.items() if r == role]
+        if members:
+            sizes = [_size(catalog, name) for name, _ in members]
+            nbytes = sum(size * dtype.itemsize for size, (_, dtype) in zip(sizes, members, strict=True))
+            dtypes = sorted({dtype.name for _, dtype in members})
+            found.append(RoleRow(role, len(members), dtypes, sum(sizes), nbytes))
+    return found
+
+
+def _extras(catalog: Catalog, everything: bool) -> dict[str, Any]:
+    extras = catalog.extras
+    found = dict(extras.common)
+    if not everything and isinstance(found.get("groups"), list):
+        found["groups"] = [_short_group(group) for group in found["groups"]]
+    if extras.by_coordinate:
+        found["by_coordinate"] = (
+            dict(extras.by_coordinate) if everything else f"{len(extras.by_coordinate)} states"
+        )
+    if extras.by_sample:
+        found["by_sample"] = list(extras.by_sample) if everything else f"{len(extras.by_sample)} states"
+    if extras.files:
+        found["files"] = sorted(extras.files)
+    return found
+
+
+def _short_group(group: Any) -> Any:
+    if not isinstance(group, dict) or not isinstance(group.get("tensors"), list):
+        return group
+    return {**group, "tensors": fold_names(group["tensors"])}
+
+
+def _where(catalog: Catalog, wanted: Selection) -> list[PieceRow]:
+    number = list(catalog.tensors).index(wanted.tensor.name)
+    pieces, entries, segments = catalog.pieces, catalog.entries, catalog.segments
+    mine = np.flatnonzero(catalog.piece_key == number * len(ROLES) + ROLE_CODE[wanted.role])
+    axes = len(wanted.tensor.shape)
+    rows: list[PieceRow] = []
+    seen: list[Box] = []
+    for k in mine.tolist():
+        box = Box(tuple(pieces.lo[k][:axes].tolist()), tuple(pieces.hi[k][:axes].tolist())).overlap(
+            wanted.box
+        )
+        if box is None:
+            continue
+        entry, segment = int(pieces.entry[k]), int(pieces.segment[k])
+        file, dtype = catalog.files[int(entries.file[entry])], TABLE[entries.dtype[entry]]
+        strides = segments.strides[segment][:axes]
+        position = int(
+            segments.base[segment] + (np.asarray(box.start, np.int64) * strides).sum() - entries.first[entry]
+        )
+        rows.append(
+            PieceRow(
+                tensor=wanted.tensor.name,
+                role=wanted.role,
+                box=str(box),
+                file=file.path,
+                rank=file.rank,
+                key=catalog.locals[int(entries.local[entry])].key,
+                offset=file.data_start + int(entries.offset[entry]) + position * dtype.itemsize,
+                strides=tuple((strides * dtype.itemsize).tolist()),
+                dtype=dtype.name,
+                nbytes=box.size * dtype.itemsize,
+                replica=any(box.overlap(other) is not None for other in seen),
+            )
+        )
+        if not rows[-1].replica:
+            seen.append(box)
+    return rows

@@ -1,29 +1,31 @@
 """Plans as reports: what a reshard would do, before it does it."""
 
+import os
+import tempfile
+import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptkit.ops.reports import Report
+import numpy as np
 
+from ckptkit import stores
+from ckptkit.core.catalog import ITEMSIZE, LEAF, Catalog
+from ckptkit.core.copies import copies_into
+from ckptkit.engine.grids import Grid
+from ckptkit.engine.schedule import make_schedule
+from ckptkit.ops.dropping import DropRow
+from ckptkit.ops.folding import fold_names
+from ckptkit.ops.preparing import Job, Options, obstacle, prepare
+from ckptkit.ops.reports import Progress, Report, count_text, duration_text, nbytes_text
+from ckptkit.ops.sources import Source
 
-@dataclass(frozen=True)
-class DropRow:
-    """Something of the source that does not reach the destination.
+__all__ = ["CastRow", "DropRow", "PlanReport", "plan", "report_on"]
 
-    Attributes:
-        what: A role over a folded pattern of tensors, or an extra: `exp_avg of layers.{0..39}.attn.q`, `extras: rng`.
-        count, nbytes: Tensors and bytes.
-        why: Why.
-        flag: The option that allows it, empty where none is needed.
-        allowed: Whether that option was given.
-    """
-
-    what: str
-    count: int
-    nbytes: int
-    why: str
-    flag: str = ""
-    allowed: bool = True
+_MOST_PAIRS = 2_000_000
+"""Plans of more pairs are not scheduled just to tell how much is read twice."""
+_PROBE_S = 0.3
+_PROBE_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -42,20 +44,20 @@ class PlanReport(Report):
     """What `reshard` with the same arguments would do.
 
     Attributes:
-        source, destination: URL, `format`, `layout`, `world`, `files`, `nbytes` of each.
-        bytes_in, bytes_out: Bytes to read (with over-read and headers left out) and to write.
+        source, destination: `url`, `format`, `layout`, `world`, `files`, `nbytes` of each.
+        bytes_in, bytes_out: Bytes to read (headers left out) and to write (the format's small files left out).
         over_read: Bytes read per byte needed, at least 1.
         pieces_in, pieces_out, pairs, elements: The proof: `elements` of `pieces_out` are covered once by `pairs`.
-        replicas: Source pieces that are compared with another one (`replicas_checked`) or not.
+        replicas: Pairs of source pieces that hold the same elements, compared (`replicas_checked`) or not.
         casts, drops: What changes, and what is left behind.
         ties: Tied tensors, stored once.
         padding_in, padding_out: Bytes of padding.
         unverified: What cannot be verified on the way (a source without digests).
-        memory: Bytes that the run holds at most.
+        memory: Bytes of buffers that the run holds at most.
         free: Free bytes at the destination, None where unknown; `fits` whether that is enough.
         seconds: Estimated time, None without a probe; `read_rate`, `write_rate` in bytes/s from the probe.
         largest_rank, mean_rank: Bytes of the fullest destination rank, and of the mean.
-        notes: Which step was taken, and the like.
+        notes: Which step was taken, what stands in the way, and the like.
     """
 
     source: dict[str, Any]
@@ -85,11 +87,207 @@ class PlanReport(Report):
     mean_rank: float = 0.0
     notes: list[str] = field(default_factory=list)
 
+    def summary(self) -> str:
+        a, b = self.source, self.destination
+        sides = f"{a['url']} ({a['format']} {a['layout']}) to {b['url']} ({b['format']} {b['layout']})"
+        size = f"{nbytes_text(self.bytes_in)} in, {nbytes_text(self.bytes_out)} out, {count_text(b['files'], 'file')}"
+        lines = [
+            f"{sides}: {size}",
+            f"proven: {self.elements:,} elements of {count_text(self.pieces_out, 'piece')}, each covered once",
+        ]
+        lines += [
+            f"cast: {row.what}, {row.source} to {row.destination}{' (loses bits)' if row.lossy else ''}"
+            for row in self.casts
+        ]
+        lines += [f"left behind: {row.what}: {row.why}" for row in self.drops]
+        lines += [f"not verified: {text}" for text in self.unverified]
+        if self.seconds is not None:
+            lines.append(f"about {duration_text(self.seconds)}")
+        return "\n".join([*lines, *self.notes])
 
-def plan(src: str, dst: str, *, probe: bool = True, **options: Any) -> PlanReport:
+
+def plan(
+    src: str, dst: str, *, probe: bool = True, progress: Progress | None = None, **options: Any
+) -> PlanReport:
     """Plan a reshard and prove it; nothing is written (but a probe file, removed at once, with `probe`).
 
     Takes every option of `ckptkit.ops.reshard`. Drops that lack their flag are listed with `allowed=False`; they raise only
     in `reshard`.
     """
-    raise NotImplementedError
+    return report_on(prepare(src, dst, Options(**options)), probe=probe)
+
+
+def report_on(job: Job, *, probe: bool, schedule: bool = True) -> PlanReport:
+    """The report on a job. `schedule` finds out what is read twice; else `bytes_in` is what is needed."""
+    source, found = job.source, job.destination.catalog
+    made = job.plan
+    elements = made.elements
+    out = sum(file.size for file in found.files)
+    needed, read = _bytes_in(job, schedule)
+    report = PlanReport(
+        source=_side(source.url, source.catalog),
+        destination=_side(job.target, found),
+        bytes_in=read,
+        bytes_out=out,
+        over_read=read / needed if needed else 1.0,
+        pieces_in=len(made.source_pieces),
+        pieces_out=len(found.pieces),
+        pairs=len(made.src),
+        elements=elements,
+        replicas=len(made.replicas[0]),
+        replicas_checked=job.options.replicas == "check",
+        casts=_casts(job),
+        drops=list(job.drops),
+        ties=_ties(source.catalog),
+        padding_in=_padding(source.catalog),
+        padding_out=_padding(found),
+        unverified=_unverified(job),
+        memory=job.options.memory,
+        free=_free(job.target),
+        notes=list(job.notes),
+    )
+    report.fits = report.free is None or out <= report.free
+    ranks: dict[int, int] = defaultdict(int)
+    for file in found.files:
+        ranks[file.rank] += file.size
+    report.largest_rank = max(ranks.values(), default=0)
+    report.mean_rank = sum(ranks.values()) / max(len(ranks), 1)
+    blocked = obstacle(job.target, job.options.overwrite)
+    if blocked:
+        report.notes.append(blocked)
+    if not report.fits:
+        report.notes.append(
+            f"the destination has {nbytes_text(report.free or 0)} free, {nbytes_text(out)} are needed"
+        )
+    if probe:
+        report.read_rate = _probe_read(source)
+        report.write_rate = _probe_write(_parent(job.target), report.notes)
+        if report.read_rate and report.write_rate:
+            report.seconds = read / report.read_rate + out / report.write_rate
+    return report
+
+
+def _side(url: str, catalog: Catalog) -> dict[str, Any]:
+    layout = catalog.layout
+    return {
+        "url": url,
+        "format": catalog.format,
+        "layout": str(layout) if layout is not None else "",
+        "world": layout.world if layout is not None else 1,
+        "files": len(catalog.files),
+        "nbytes": sum(file.size for file in catalog.files),
+    }
+
+
+def _bytes_in(job: Job, schedule: bool) -> tuple[int, int]:
+    """Bytes that are needed of the source, and bytes that a run reads."""
+    copies = copies_into(job.plan)
+    needed = int((np.prod(copies.shape, axis=1) * copies.src_run).sum()) if len(copies) else 0
+    if not schedule or not 0 < len(copies) <= _MOST_PAIRS:
+        return needed, needed
+    files, out = job.source.catalog.files, job.destination.catalog.files
+
+    def grid(of: Any, cell: int) -> Grid:
+        sizes = np.asarray([file.size for file in of], np.int64)
+        return Grid(sizes, np.asarray([file.data_start for file in of], np.int64), cell)
+
+    slabs, blocks = grid(out, 4 * LEAF), grid(files, LEAF)
+    # A worker's share of the buffers, as the engine cuts tasks.
+    share = max(job.options.memory // 4, 4 * LEAF)
+    found = make_schedule(copies, slabs, blocks, np.ones(slabs.cells, bool), min(share, 64 << 20))
+    task = np.repeat(np.arange(found.tasks), np.diff(found.task))
+    block = found.parts.block
+    first = np.flatnonzero((np.diff(task, prepend=-1) != 0) | (np.diff(block, prepend=-1) != 0))
+    low = np.minimum.reduceat(found.parts.src, first)
+    high = np.maximum.reduceat(found.src_end, first)
+    if job.source.catalog.leaves is not None:
+        # The first time that a leaf is read it is read whole, for its digest.
+        _, fresh = np.unique(block[first], return_index=True)
+        start, stop = blocks.bounds(block[first][fresh])
+        low[fresh] = np.minimum(low[fresh], start)
+        high[fresh] = np.maximum(high[fresh], stop)
+    return needed, int((high - low).sum())
+
+
+def _casts(job: Job) -> list[CastRow]:
+    grouped: dict[tuple[str, str, str, str, bool], list[str]] = defaultdict(list)
+    for cast in job.plan.casts:
+        key = (cast.role, cast.from_role, cast.source.name, cast.destination.name, not cast.lossless)
+        grouped[key].append(cast.tensor)
+    rows = []
+    for (role, from_role, source, destination, lossy), names in grouped.items():
+        patterns = fold_names(names)
+        of = patterns[0] if len(patterns) == 1 else f"{patterns[0]} and {len(patterns) - 1} more patterns"
+        made = f"{role} from {from_role}" if from_role != role else role
+        rows.append(CastRow(f"{made} of {of}", len(names), source, destination, lossy))
+    return rows
+
+
+def _ties(catalog: Catalog) -> list[str]:
+    if catalog.model is None or not catalog.model.flags.get("tied"):
+        return []
+    return ["the output head is the embedding: stored once"]
+
+
+def _padding(catalog: Catalog) -> int:
+    """Bytes of entries that hold no element."""
+    pieces, entries = catalog.pieces, catalog.entries
+    real = int((pieces.volume * ITEMSIZE[entries.dtype[pieces.entry]]).sum())
+    return int(entries.nbytes.sum()) - real
+
+
+def _unverified(job: Job) -> list[str]:
+    found = []
+    if job.source.catalog.leaves is None and job.source.format is not None:
+        found.append(
+            f"{job.source.catalog.format} has no digests: a changed byte of the source cannot be noticed"
+        )
+    if len(job.plan.replicas[0]) and job.options.replicas == "first":
+        found.append(f"{len(job.plan.replicas[0]):,} replicas are not compared (--replicas first)")
+    return found
+
+
+def _parent(target: str) -> str:
+    """The nearest folder above a destination that exists."""
+    path = os.path.dirname(target)
+    while not os.path.isdir(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def _free(target: str) -> int | None:
+    return stores.free_bytes(_parent(target))
+
+
+def _probe_read(source: Source) -> float | None:
+    """Bytes a second of a few reads from the largest files."""
+    files = sorted(source.catalog.files, key=lambda file: -file.size)[:4]
+    buffer = memoryview(bytearray(LEAF))
+    began = time.monotonic()
+    nbytes = 0
+    for file in files:
+        with source.store.open(file.path) as reader:
+            for offset in range(0, reader.size - LEAF + 1, LEAF):
+                reader.readinto(offset, buffer)
+                nbytes += LEAF
+                if time.monotonic() - began > _PROBE_S or nbytes >= _PROBE_BYTES:
+                    return nbytes / max(time.monotonic() - began, 1e-6)
+    return nbytes / max(time.monotonic() - began, 1e-6) if nbytes else None
+
+
+def _probe_write(folder: str, notes: list[str]) -> float | None:
+    """Bytes a second of a file that is written, synced and removed."""
+    data = os.urandom(LEAF)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            began = time.monotonic()
+            nbytes = 0
+            while nbytes < _PROBE_BYTES and time.monotonic() - began < _PROBE_S:
+                file.write(data)
+                nbytes += LEAF
+            file.flush()
+            os.fsync(file.fileno())
+            return nbytes / max(time.monotonic() - began, 1e-6)
+    except OSError as error:
+        notes.append(f"the destination cannot be written: {folder}: {error.strerror}")
+        return None

@@ -1,12 +1,17 @@
 """Resharding: one checkpoint to another layout, format or family of names."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.core.layouts import Layout
-from ckptkit.ops.planning import PlanReport
-from ckptkit.ops.reports import Progress, Report
+from ckptkit.engine.run import run
+from ckptkit.errors import CkptError, CorruptionError, StoreError
+from ckptkit.ops.planning import PlanReport, report_on
+from ckptkit.ops.preparing import Job, Options, obstacle, prepare
+from ckptkit.ops.reports import Progress, Report, count_text, duration_text, nbytes_text
+from ckptkit.ops.sources import open
 
 
 @dataclass
@@ -34,6 +39,14 @@ class ReshardResult(Report):
     seconds: float = 0.0
     checked: bool = False
     notes: list[str] = field(default_factory=list)
+
+    def summary(self) -> str:
+        if self.dry_run:
+            return self.plan.summary()
+        return (
+            f"{self.url}: {count_text(self.files, 'file')}, {nbytes_text(self.bytes_written + self.bytes_reused)} in "
+            f"{duration_text(self.seconds)}, opened again and whole"
+        )
 
 
 def reshard(
@@ -94,4 +107,95 @@ def reshard(
         StoreError: the destination is (no space, no permission).
         InterruptedRunError: stopped; the same call goes on.
     """
-    raise NotImplementedError
+    options = Options(
+        to=to,
+        layout=layout,
+        like=like,
+        names=names,
+        from_format=from_format,
+        source_layout=source_layout,
+        model=model,
+        config=config,
+        dtype=dtype,
+        only=only,
+        drop=drop,
+        drop_optimizer=drop_optimizer,
+        drop_extras=drop_extras,
+        master_from_param=master_from_param,
+        max_shard_size=max_shard_size,
+        threads=threads,
+        memory=memory,
+        replicas=replicas,
+        restart=restart,
+        overwrite=overwrite,
+    )
+    began = time.monotonic()
+    job = prepare(src, dst, options)
+    if dry_run:
+        report = report_on(job, probe=False)
+        return ReshardResult(job.target, report, dry_run=True, notes=list(job.notes))
+    return execute(job, progress, began)
+
+
+def execute(job: Job, progress: Progress | None, began: float) -> ReshardResult:
+    """Run a job, then open what it wrote and check that it is what was planned.
+
+    Raises as `reshard`, and CorruptionError where the destination is not what was planned.
+    """
+    job.refuse_silent_loss()
+    blocked = obstacle(job.target, job.options.overwrite)
+    if blocked:
+        raise StoreError(blocked, file=job.target)
+    report = report_on(job, probe=False, schedule=False)
+    done = run(
+        job.plan,
+        job.destination,
+        job.source.store,
+        job.target,
+        threads=job.options.threads,
+        memory=job.options.memory,
+        replicas=job.options.replicas,
+        restart=job.options.restart,
+        overwrite=job.options.overwrite,
+        progress=progress,
+    )
+    report.over_read = max(1.0, done.bytes_in / report.bytes_in) if report.bytes_in else 1.0
+    report.bytes_in = done.bytes_in
+    check_written(job)
+    return ReshardResult(
+        url=job.target,
+        plan=report,
+        bytes_read=done.bytes_in,
+        bytes_written=done.bytes_out - done.reused_bytes - done.cloned_bytes,
+        bytes_reused=done.reused_bytes + done.cloned_bytes,
+        files=len(job.destination.catalog.files),
+        seconds=time.monotonic() - began,
+        checked=True,
+        notes=[*job.notes, *done.notes],
+    )
+
+
+def check_written(job: Job) -> None:
+    """Open the destination as any reader would. Raises CorruptionError where it is not what was planned."""
+    wanted = job.destination.catalog
+    try:
+        found = open(job.target, format=job.format.name)
+        for problem in job.format.problems(found.store, found.catalog):
+            raise problem
+    except CkptError as error:
+        raise CorruptionError(
+            f"{job.target} was written, but cannot be opened again: {error}. Check the disk, then run again with --overwrite",
+            file=job.target,
+        ) from error
+    held = {key[1]: 0 for key in wanted.held}
+    for (_, role), dtype in wanted.held.items():
+        held[role] += dtype.itemsize
+    again = {key[1]: 0 for key in found.catalog.held}
+    for (_, role), dtype in found.catalog.held.items():
+        again[role] += dtype.itemsize
+    if held != again or len(wanted.held) != len(found.catalog.held):
+        raise CorruptionError(
+            f"{job.target} was written with {len(wanted.held)} arrays, but opens with {len(found.catalog.held)}. Check the "
+            "disk, then run again with --overwrite",
+            file=job.target,
+        )

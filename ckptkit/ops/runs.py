@@ -1,8 +1,32 @@
-"""Run folders: their steps, and which one is the newest whole one."""
+"""Run folders: their steps, and which one is the newest whole one.
 
-from dataclasses import dataclass, field
+A step folder has a name of `NAMES`, read in full, so that `step-100.tmp` and `step-100-backup` are nothing. Folders that a
+writer has not renamed yet (`.step-100.ID.unfinished`) are listed and never taken. Order is by (epoch, step) of the name; times
+are never used, since clocks differ and copies change them.
+"""
 
-from ckptkit.ops.reports import Progress, Report
+import re
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from ckptkit import stores
+from ckptkit.core.catalog import Catalog
+from ckptkit.errors import CkptError, FormatError, ShardMissingError, StoreError
+from ckptkit.formats import registry
+from ckptkit.formats.base import Format
+from ckptkit.ops.reports import Progress, Report, nbytes_text
+
+NAMES = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"step-(?P<step>[0-9]+)(?:\.e(?P<epoch>[0-9]+))?",  # ckptkit
+        r"step_(?P<step>[0-9]+)",
+        r"checkpoint-(?P<step>[0-9]+)",  # Transformers' Trainer
+        r"iter_(?P<step>[0-9]+)",  # Megatron-LM
+        r"global_step(?P<step>[0-9]+)",  # DeepSpeed
+    )
+)
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]+(?:\.replaced)?\.unfinished")
 
 
 @dataclass(frozen=True)
@@ -12,7 +36,7 @@ class StepInfo:
     Attributes:
         name: Folder name, for example `step-00001200.e3`.
         path: Its path or URL.
-        step, epoch: From its commit record; from the name where it has none. Epoch 0 where neither tells.
+        step, epoch: From the name; epoch 0 where it has none.
         state: `whole`, `unfinished` or `corrupt`.
         why: What is missing or wrong (which rank), empty for `whole`.
         temporary: Whether it is a folder that a writer has not renamed yet.
@@ -43,6 +67,13 @@ class Steps(Report):
     steps: list[StepInfo] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
+    def summary(self) -> str:
+        lines = [
+            f"{s.name}  {nbytes_text(s.nbytes)}  {s.format}  {s.layout}  {s.state}  {s.why}"
+            for s in self.steps
+        ]
+        return "\n".join([*(line.rstrip() for line in lines), *self.warnings]) or f"{self.run} holds no step"
+
 
 @dataclass
 class Newest(Report):
@@ -60,13 +91,47 @@ class Newest(Report):
     step: StepInfo | None
     passed_over: list[StepInfo] = field(default_factory=list)
 
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.path is not None else 1
+
+    def reasons(self) -> list[str]:
+        """A line for each step that was passed over."""
+        return [f"{step.name} was passed over: {step.state}, {step.why}" for step in self.passed_over]
+
+    def summary(self) -> str:
+        head = self.path if self.path is not None else f"no step of {self.run} is whole"
+        return "\n".join([head, *self.reasons()])
+
+
+def step_folders(run: str) -> list[tuple[int, int, str]]:
+    """`(epoch, step, folder name)` of every step of a run, oldest first. Raises StoreError where it is no folder."""
+    found = []
+    for name in stores.folders(run):
+        number = _number(name)
+        if number is not None:
+            found.append((*number, name))
+    return sorted(found)
+
 
 def steps(run: str) -> Steps:
     """Every step folder of a run, by structure: names, markers, sizes and headers; no tensor bytes.
 
     Raises StoreError where `run` is no folder.
     """
-    raise NotImplementedError
+    rows = [_look(run, name, epoch, step) for epoch, step, name in step_folders(run)]
+    for name in stores.folders(run):
+        match = _TEMPORARY.fullmatch(name)
+        number = _number(match["name"]) if match else None
+        if number is not None:
+            row = _measure(run, name, *number)
+            rows.append(
+                replace(
+                    row, state="unfinished", why="its writer has not ended, or was stopped", temporary=True
+                )
+            )
+    rows.sort(key=lambda row: (row.epoch, row.step, row.temporary, row.name))
+    return Steps(run, [replace(row, age_s=max(row.age_s, 0.0)) for row in rows], _skews(rows))
 
 
 def newest(run: str, *, quick: bool = False, progress: Progress | None = None) -> Newest:
@@ -80,9 +145,114 @@ def newest(run: str, *, quick: bool = False, progress: Progress | None = None) -
         FormatError: the folder holds no step at all.
         StoreError: `run` is no folder.
     """
-    raise NotImplementedError
+    candidates = step_folders(run)
+    if not candidates:
+        raise FormatError(
+            f"{run} holds no step (folders such as step-00001200.e3); nothing was ever committed there",
+            file=run,
+        )
+    passed: list[StepInfo] = []
+    for epoch, step, name in reversed(candidates):
+        row = _look(run, name, epoch, step)
+        if row.state == "whole" and not quick:
+            row = _read(row, progress)
+        if row.state == "whole":
+            return Newest(run, row.path, row, passed)
+        passed.append(row)
+    return Newest(run, None, None, passed)
 
 
 def latest(run: str, *, quick: bool = False) -> str:
     """The path of the newest whole step. Raises FormatError where there is none; says what was passed over."""
-    raise NotImplementedError
+    found = newest(run, quick=quick)
+    if found.path is None:
+        raise FormatError(found.summary(), file=run)
+    return found.path
+
+
+def _number(name: str) -> tuple[int, int] | None:
+    """`(epoch, step)` of a folder name, or None where it is no step's."""
+    for pattern in NAMES:
+        match = pattern.fullmatch(name)
+        if match:
+            parts = match.groupdict()
+            return int(parts.get("epoch") or 0), int(parts["step"])
+    return None
+
+
+def _measure(run: str, name: str, epoch: int, step: int) -> StepInfo:
+    """Size and age of a folder."""
+    path = f"{run.rstrip('/')}/{name}"
+    store = stores.open_store(path)
+    files = store.files()
+    nbytes = 0
+    for file in files:
+        try:
+            nbytes += store.size(file)
+        except CkptError:  # gone in the meantime, or a link out of the folder: reading it tells
+            continue
+    age = stores.age_s(path)
+    return StepInfo(name, path, step, epoch, "", age_s=age, nbytes=nbytes, files=len(files))
+
+
+def _look(run: str, name: str, epoch: int, step: int) -> StepInfo:
+    """A step folder by structure."""
+    row = _measure(run, name, epoch, step)
+    store = stores.open_store(row.path)
+    format: Format | None = None
+    try:
+        format = registry.detect(store)
+        if format.marker is not None and not store.exists(format.marker):
+            return replace(row, state="unfinished", why=unfinished(row.path, format), format=format.name)
+        catalog: Catalog = format.read(store)
+    except StoreError:
+        raise
+    except CkptError as error:
+        if format is None:
+            what = "it is empty" if not row.files else "it holds no commit record of a known format"
+            return replace(row, state="unfinished", why=what)
+        incomplete = isinstance(error, ShardMissingError) and format.marker is None
+        return replace(
+            row, state="unfinished" if incomplete else "corrupt", why=_line(error), format=format.name
+        )
+    layout = str(catalog.layout) if catalog.layout is not None else ""
+    return replace(row, state="whole", format=format.name, layout=layout)
+
+
+def _read(row: StepInfo, progress: Progress | None) -> StepInfo:
+    """A whole step after its bytes were compared with their digests."""
+    from ckptkit.ops.verifying import check_bytes
+
+    faults = check_bytes(row.path, progress=progress)
+    if not faults:
+        return row
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    return replace(row, state="corrupt", why=f"{faults[0]}{more}")
+
+
+def unfinished(path: str, format: Format) -> str:
+    """What a folder without its marker lacks: which ranks, where that can be told."""
+    store = stores.open_store(path)
+    missing = format.missing_ranks(store)
+    if not missing:
+        return f"{format.marker} is missing, which is written last"
+    some = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
+    return f"{format.marker} is missing, and so {'is rank' if len(missing) == 1 else 'are ranks'} {some}"
+
+
+def _line(error: CkptError) -> str:
+    return " ".join(str(error).split())
+
+
+def _skews(rows: list[StepInfo]) -> list[str]:
+    """Warnings where the times of folders and the order of steps contradict each other; order never uses times."""
+    found = [
+        f"{r.name} was changed {-r.age_s:.0f} s in the future: clocks differ" for r in rows if r.age_s < -60
+    ]
+    done = [row for row in rows if not row.temporary]
+    for before, after in pairwise(done):
+        if after.age_s > before.age_s + 60:
+            found.append(
+                f"{after.name} is older than {before.name} by its time; the order of steps is by number"
+            )
+    return found

@@ -1,22 +1,28 @@
 """Verification: is a checkpoint whole, and do its bytes say what they said when it was written."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
+from threading import Lock
 from typing import Any
 
+import numpy as np
+
+from ckptkit.core.boxes import Box
+from ckptkit.core.dtypes import DType
 from ckptkit.core.layouts import Layout
-from ckptkit.ops.reports import Progress, Report
+from ckptkit.core.plan import Key
+from ckptkit.errors import CkptError, LayoutError, StoreError, UsageError
+from ckptkit.ops.digesting import Fault, check_leaves, structure_fault
+from ckptkit.ops.folding import fold_names
+from ckptkit.ops.preparing import check_complete
+from ckptkit.ops.reports import Progress, Report, count_text, nbytes_text
+from ckptkit.ops.sources import Source, open
+from ckptkit.ops.streaming import Chunk, only_roles, prove, visit
+from ckptkit.ops.values import differing, is_number, numbers
 
-
-@dataclass(frozen=True)
-class Fault:
-    """One thing that is wrong: `kind` is structure, digest, coverage, replica, master or against."""
-
-    kind: str
-    what: str
-    file: str = ""
-    tensor: str = ""
-    box: str = ""
+__all__ = ["Fault", "VerifyReport", "check_bytes", "verify"]
 
 
 @dataclass
@@ -45,10 +51,25 @@ class VerifyReport(Report):
     elements_compared: int = 0
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
+    _limit: int = 20
 
     @property
     def exit_code(self) -> int:
         return 1 if self.fault_count else 0
+
+    def add(self, faults: Iterable[Fault]) -> None:
+        """Count faults, and list them up to the limit of their kind."""
+        for fault in faults:
+            self.fault_count += 1
+            if sum(listed.kind == fault.kind for listed in self.faults) < self._limit:
+                self.faults.append(fault)
+
+    def summary(self) -> str:
+        head = f"{self.url}: {count_text(self.fault_count, 'fault') if self.fault_count else 'no fault'}"
+        lines = [f"  {fault.kind}: {fault.what}" for fault in self.faults]
+        lines += [f"  checked: {text}" for text in self.checked]
+        lines += [f"  not checked: {text}" for text in self.not_checked]
+        return "\n".join([head, *lines])
 
 
 def verify(
@@ -72,11 +93,215 @@ def verify(
         quick: Structure and coverage only: headers, sizes, manifest.
         sample: Share of leaves to read, in (0, 1]; which ones is random and differs from call to call.
         against: Another checkpoint, of any layout and format: canonical tensors that both hold must be bitwise equal,
-            and both must hold the same ones.
+            and both must hold the same weights. State that the other has none of is named as not checked.
         limit: Faults listed of each kind.
 
     Raises:
         UsageError: `quick` and `sample` together, or a sample outside (0, 1].
         StoreError: there is nothing at `url`. A broken checkpoint is a report with faults, not an exception.
     """
-    raise NotImplementedError
+    if quick and sample is not None:
+        raise UsageError("--quick reads no leaf and --sample some: give one of them")
+    if sample is not None and not 0 < sample <= 1:
+        raise UsageError(f"--sample {sample}: give a share above 0 and at most 1 (100%)")
+    began = time.monotonic()
+    report = VerifyReport(url, _limit=limit)
+    other = open(against, model=model, config=config) if against is not None else None
+    try:
+        source = open(url, format=format, layout=layout, model=model, config=config)
+    except (StoreError, UsageError, LayoutError):
+        raise
+    except CkptError as error:
+        report.add([structure_fault(error)])
+        report.not_checked.append("everything behind that: the checkpoint cannot be opened")
+        report.seconds = time.monotonic() - began
+        return report
+    catalog = source.catalog
+    report.url, report.format = source.url, catalog.format
+    report.layout = str(catalog.layout) if catalog.layout is not None else ""
+    report.notes += [*source.notes, *catalog.facts.get("warnings", ())]
+    sound = _structure(source, report)
+    if quick:
+        report.not_checked.append("the bytes of tensors (--quick)")
+    else:
+        _digests(source, report, sample, threads, progress)
+        if not sound:
+            report.not_checked.append("masters against parameters: the tensors are not all there")
+        elif sample is not None:
+            report.not_checked.append("masters against parameters (--sample)")
+        else:
+            _masters(source, report, threads, memory, progress)
+    if other is not None and sound:
+        report.against = other.url
+        _compare(source, other, report, threads, memory, progress)
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def check_bytes(path: str, *, progress: Progress | None = None) -> list[str]:
+    """What is wrong with a checkpoint that opens, from its digests alone; empty where nothing is, or where it has none."""
+    source = open(path)
+    assert source.format is not None
+    faults = [structure_fault(error) for error in source.format.problems(source.store, source.catalog)]
+    faults += check_leaves(source.store, source.catalog, progress=progress).faults
+    return [fault.what for fault in faults]
+
+
+def _structure(source: Source, report: VerifyReport) -> bool:
+    """Everything but the bytes of tensors. Returns whether all tensors are covered."""
+    assert source.format is not None
+    problems = [structure_fault(error) for error in source.format.problems(source.store, source.catalog)]
+    report.add(problems)
+    catalog = source.catalog
+    report.checked.append(f"headers, sizes and names of {count_text(len(catalog.files), 'file')}")
+    try:
+        elements = prove(source)
+    except CkptError as error:
+        report.add([Fault("coverage", str(error), tensor=str(error.facts.get("tensor", "")))])
+        return False
+    try:
+        check_complete(source)
+    except CkptError as error:
+        what = "coverage" if not problems else "structure"
+        report.add([Fault(what, str(error), tensor=str(error.facts.get("tensor", "")))])
+        return False
+    tensors = count_text(len({name for name, _ in catalog.held}), "tensor")
+    report.checked.append(f"coverage: every one of {elements:,} elements of {tensors} lies somewhere")
+    if catalog.model is None:
+        report.not_checked.append(
+            "whether all tensors of the model are there: no schema fits its configuration"
+        )
+    return True
+
+
+def _digests(
+    source: Source, report: VerifyReport, sample: float | None, threads: int | None, progress: Progress | None
+) -> None:
+    catalog = source.catalog
+    if catalog.leaves is None:
+        report.not_checked.append(
+            f"bytes against digests: {catalog.format} has none, so that a changed byte cannot be told from a written one"
+        )
+        return
+    found = check_leaves(source.store, catalog, share=sample or 1.0, threads=threads, progress=progress)
+    report.add(found.faults)
+    report.leaves, report.leaves_checked, report.bytes_checked = found.leaves, found.checked, found.nbytes
+    report.checked.append(
+        f"digests of {found.checked:,} of {found.leaves:,} leaves ({nbytes_text(found.nbytes)})"
+    )
+    if found.checked < found.leaves:
+        report.not_checked.append(f"{found.leaves - found.checked:,} leaves (--sample)")
+
+
+def _masters(
+    source: Source, report: VerifyReport, threads: int | None, memory: int, progress: Progress | None
+) -> None:
+    """Where a tensor has a parameter and a master copy, the parameter is the master rounded."""
+    held = source.catalog.held
+    wanted = {key: dtype for key, dtype in held.items() if key[1] == "param" and (key[0], "master") in held}
+    if not wanted:
+        return
+    sides = [only_roles(source, ("param",)), only_roles(source, ("master",))]
+    found = _unequal(sides, wanted, threads, memory, progress, nan_equals_nan=True)
+    for (tensor, _), (count, at) in found.items():
+        what = (
+            f"{tensor}: {count:,} of {prod(source.catalog.tensors[tensor].shape):,} elements of the parameter are not its "
+            f"master rounded to {wanted[tensor, 'param']}, first at {at}"
+        )
+        report.add([Fault("master", what, tensor=tensor, box=str(at))])
+    report.checked.append(f"parameters are their masters rounded ({count_text(len(wanted), 'tensor')})")
+
+
+def _compare(
+    source: Source,
+    other: Source,
+    report: VerifyReport,
+    threads: int | None,
+    memory: int,
+    progress: Progress | None,
+) -> None:
+    """Bitwise equality of all that both hold, and that both hold the same."""
+    ours, theirs = source.catalog, other.catalog
+    wanted, faults, skipped = _common(source, other)
+    report.add(faults)
+    report.not_checked += skipped
+    found = _unequal([source, other], wanted, threads, memory, progress)
+    for (tensor, role), (count, at) in found.items():
+        size = prod(ours.tensors[tensor].shape)
+        what = f"{tensor}/{role}: {count:,} of {size:,} elements differ from {other.url}, first at {at}"
+        report.add([Fault("against", what, tensor=tensor, box=str(at))])
+    report.elements_compared = sum(prod(ours.tensors[name].shape) for name, _ in wanted)
+    report.checked.append(
+        f"bitwise against {other.url} ({theirs.format}): {report.elements_compared:,} elements of "
+        f"{count_text(len(wanted), 'array')}"
+    )
+
+
+def _common(source: Source, other: Source) -> tuple[dict[Key, DType], list[Fault], list[str]]:
+    """What can be compared bit by bit; faults where the two hold different things; what is left out, and why."""
+    ours, theirs = source.catalog, other.catalog
+    a, b = ours.held, theirs.held
+    faults: list[Fault] = []
+    skipped: list[str] = []
+    for here, there, mine, yours in ((a, b, source, other), (b, a, other, source)):
+        lacking: dict[str, list[str]] = {}
+        for name, role in here.keys() - there.keys():
+            lacking.setdefault(role, []).append(name)
+        for role, names in sorted(lacking.items()):
+            order = {name: place for place, name in enumerate(mine.catalog.tensors)}
+            names.sort(key=order.__getitem__)
+            some = ", ".join(fold_names(names)[:6])
+            if role not in ("param", "buffer") and not any(r == role for _, r in there):
+                skipped.append(f"{role} of {count_text(len(names), 'tensor')}: {yours.url} has none")
+            else:
+                faults.append(Fault("against", f"{yours.url} has no {role} of {some}", tensor=names[0]))
+    wanted: dict[Key, DType] = {}
+    for key in ours.held:
+        if key not in b or key[0] not in theirs.tensors:
+            continue
+        name, role = key
+        if ours.tensors[name].shape != theirs.tensors[name].shape:
+            what = f"{name} has shape {ours.tensors[name].shape}, in {other.url} {theirs.tensors[name].shape}"
+            faults.append(Fault("against", what, tensor=name))
+        elif a[key] is not b[key]:
+            faults.append(
+                Fault("against", f"{name}/{role} is {a[key]}, in {other.url} {b[key]}", tensor=name)
+            )
+        else:
+            wanted[key] = a[key]
+    return wanted, faults, skipped
+
+
+def _unequal(
+    sides: list[Source],
+    wanted: Mapping[Key, DType],
+    threads: int | None,
+    memory: int,
+    progress: Progress | None,
+    *,
+    nan_equals_nan: bool = False,
+) -> dict[Key, tuple[int, Box]]:
+    """For each key that differs: how many elements, and the first as a box."""
+    counts: dict[Key, int] = {}
+    first: dict[Key, int] = {}
+    lock = Lock()
+
+    def look(chunk: Chunk) -> None:
+        dtype = wanted[chunk.key]
+        a, b = chunk.bits
+        where = differing(a, b, dtype.itemsize)
+        if nan_equals_nan and len(where) and is_number(dtype):
+            where = where[~(np.isnan(numbers(a, dtype)[where]) & np.isnan(numbers(b, dtype)[where]))]
+        if len(where):
+            with lock:
+                counts[chunk.key] = counts.get(chunk.key, 0) + len(where)
+                at = chunk.first + int(where[0])
+                first[chunk.key] = min(first.get(chunk.key, at), at)
+
+    visit(sides, wanted, look, threads=threads, memory=memory, progress=progress)
+    found = {}
+    for key in sorted(counts):
+        shape = sides[0].catalog.tensors[key[0]].shape
+        index = tuple(int(i) for i in np.unravel_index(first[key], shape)) if shape else ()
+        found[key] = (counts[key], Box(index, tuple(i + 1 for i in index)))
+    return found

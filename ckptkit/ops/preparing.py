@@ -1,0 +1,330 @@
+"""Preparing a reshard: from arguments to a destination and a plan, with all that is lost on the way listed.
+
+`plan` reports what this module decides and `reshard` runs it, so that the two cannot differ.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptkit import __version__, stores
+from ckptkit.core.destination import Destination
+from ckptkit.core.dtypes import DType, dtype_named
+from ckptkit.core.layouts import Layout
+from ckptkit.core.names import Names, StoredNames
+from ckptkit.core.plan import Key, Plan, make_plan
+from ckptkit.core.schema import OPTIMIZER_ROLES, STATE_ROLES
+from ckptkit.core.shards import shards
+from ckptkit.errors import CoverageError, StoreError, UsageError
+from ckptkit.formats import registry
+from ckptkit.formats.base import Format, WriteOptions
+from ckptkit.ops.carrying import carry
+from ckptkit.ops.dropping import Dropped, DropRow, refuse_silent_loss
+from ckptkit.ops.folding import fold_names
+from ckptkit.ops.selection import select
+from ckptkit.ops.sources import Source, open
+from ckptkit.stores.durable import check_target
+
+OPTIMIZER_STATE = tuple(role for role in STATE_ROLES if role != "ema")
+"""Roles that exist only to go on optimising. An average of the weights is a result of its own."""
+
+_CASTS = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `ckptkit.ops.reshard` takes, beside source and destination."""
+
+    to: str | None = None
+    layout: str | Layout | None = None
+    like: str | None = None
+    names: str | None = None
+    from_format: str | None = None
+    source_layout: str | Layout | None = None
+    model: str | None = None
+    config: str | Mapping[str, Any] | None = None
+    dtype: str | None = None
+    only: Sequence[str] = ()
+    drop: Sequence[str] = ()
+    drop_optimizer: bool = False
+    drop_extras: bool = False
+    master_from_param: bool = False
+    max_shard_size: int = 5_000_000_000
+    threads: int | None = None
+    memory: int = 256 << 20
+    replicas: str = "check"
+    restart: bool = False
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.replicas not in ("check", "first"):
+            raise UsageError(
+                f"replicas={self.replicas!r}: choose check (compare equal pieces) or first (take the first)"
+            )
+        if self.max_shard_size < 1 << 16:
+            raise UsageError(f"max_shard_size={self.max_shard_size}: files of less than 64 KiB make no sense")
+        if self.memory < 16 << 20:
+            raise UsageError(f"memory={self.memory}: a run needs at least 16 MiB of buffers")
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"threads={self.threads}: at least one is needed")
+
+
+@dataclass
+class Job:
+    """A reshard that is decided but not run.
+
+    Attributes:
+        source: Opened.
+        target: The destination's path.
+        format: Of the destination.
+        layout: Of the destination, with stage sizes written out.
+        destination, plan: Laid out and proven.
+        drops: All that is left behind, allowed or not.
+        notes: What the user should hear.
+    """
+
+    source: Source
+    target: str
+    format: Format
+    layout: Layout
+    destination: Destination
+    plan: Plan
+    options: Options
+    drops: list[DropRow] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def refuse_silent_loss(self) -> None:
+        """Raise UsageError that lists each drop whose flag is missing."""
+        refuse_silent_loss(self.drops, self.source.url, self.format.name)
+
+
+def prepare(src: str, dst: str, options: Options) -> Job:
+    """Open, choose, lay out and plan. Nothing is written; drops without their flag do not raise here."""
+    source = open(
+        src,
+        format=options.from_format,
+        layout=options.source_layout,
+        model=options.model,
+        config=options.config,
+    )
+    return prepare_source(source, dst, options, open(options.like) if options.like else None)
+
+
+def prepare_source(source: Source, dst: str, options: Options, like: Source | None = None) -> Job:
+    """As `prepare`, from a source that is open already."""
+    target = stores.local_path(dst)
+    if target is None:
+        raise UsageError(f"{dst}: destinations are local paths for now; write to a disk and copy from there")
+    target = os.path.abspath(target)
+    check_apart(source.url, target)
+    format = _format(source, options, like)
+    names = _names(source, format, options, like)
+    layout = _layout(source, format, names, options, like)
+    check_complete(source)
+    held, dropped = _held(source, format, names, options)
+    extras, extras_dropped = carry(
+        source.catalog,
+        layout,
+        format,
+        {tensor for tensor, _ in held},
+        drop_optimizer=options.drop_optimizer,
+        drop_extras=options.drop_extras,
+    )
+    # Formats without ranks hold tensors as published; padding belongs to layouts.
+    laid = shards(names, layout, held, source.catalog.tensors, where=dst, pad=format.ranks)
+    laid.extras = extras
+    destination = format.lay_out(laid, WriteOptions(options.max_shard_size, _facts(source, options)))
+    plan = make_plan(source.catalog, destination.catalog, master_from_param=options.master_from_param)
+    return Job(
+        source,
+        target,
+        format,
+        layout,
+        destination,
+        plan,
+        options,
+        dropped + extras_dropped,
+        list(source.notes),
+    )
+
+
+def check_apart(source: str, target: str) -> None:
+    """Raise UsageError where source and destination are one folder, or one lies in the other."""
+    path = stores.local_path(source) if "://" in source or os.path.exists(source) else None
+    if path is None:
+        return
+    a, b = os.path.realpath(path), os.path.realpath(target)
+    if a == b:
+        raise UsageError(f"source and destination are both {a}; write to another folder, then move it")
+    for inner, outer, what in ((b, a, "destination"), (a, b, "source")):
+        if inner.startswith(outer.rstrip(os.sep) + os.sep):
+            raise UsageError(f"the {what} {inner} lies inside {outer}; choose a folder beside it")
+
+
+def obstacle(target: str, overwrite: bool) -> str:
+    """Why a destination cannot be put in place, or an empty text."""
+    try:
+        check_target(target, overwrite)
+    except StoreError as error:
+        return str(error)
+    # Whoever mistypes a path must not lose a folder of something else.
+    taken = overwrite and os.path.isdir(target) and bool(os.listdir(target))
+    if taken and registry.looks_like(stores.open_store(target)) is None:
+        return f"{target} is no checkpoint, so --overwrite does not replace it; remove it yourself, or choose another path"
+    return ""
+
+
+def check_complete(source: Source) -> None:
+    """Raise CoverageError where the source lacks a tensor of its model, or a part of an optimizer's state."""
+    catalog = source.catalog
+    held = catalog.held
+    if catalog.model is not None and not is_partial(catalog.facts):
+        names = {tensor for tensor, role in held if role in ("param", "buffer", "master")}
+        absent = [name for name in catalog.model.tensors if name not in names]
+        if absent:
+            raise CoverageError(
+                f"{source.url} lacks {len(absent)} tensors of {catalog.model.schema.id}: "
+                f"{', '.join(fold_names(absent)[:8])}. A shard is missing, or the configuration belongs to another model",
+                tensor=absent[0],
+            )
+    groups = catalog.extras.common.get("groups")
+    for group in groups if isinstance(groups, list) else ():
+        members = [name for name in group.get("tensors", ()) if name in catalog.tensors]
+        for role in OPTIMIZER_ROLES.get(group.get("kind", ""), ()):
+            lacking = [name for name in members if (name, role) not in held]
+            if lacking and len(lacking) < len(members):
+                raise CoverageError(
+                    f"{source.url}: {role} of {', '.join(fold_names(lacking)[:8])} is missing, though the {group['kind']} "
+                    "group lists it and has it of other tensors",
+                    tensor=lacking[0],
+                )
+
+
+def _format(source: Source, options: Options, like: Source | None) -> Format:
+    if options.to is not None:
+        return registry.by_name(options.to)
+    found = like.format if like is not None else source.format
+    assert found is not None, "values without a format are always given one to be written in"
+    return found
+
+
+def _names(source: Source, format: Format, options: Options, like: Source | None) -> Names | StoredNames:
+    """The family of names to write."""
+    model = source.catalog.model
+    if model is None:
+        if options.names is not None:
+            raise UsageError(
+                f"--names {options.names} needs to know the model, and no schema fits {source.url}; give --model"
+            )
+        ours = source.format.names if source.format is not None else "canonical"
+        if "canonical" not in (ours, format.names) and ours != format.names:
+            raise UsageError(
+                f"{format.name} names tensors otherwise than {source.url}, whose model is not known; give --model"
+            )
+        return StoredNames(source.catalog.tensors)
+    if format.names != "canonical":
+        if options.names not in (None, format.names):
+            raise UsageError(f"{format.name} always has the names {format.names}, not {options.names}")
+        return model.names(format.names)
+    if options.names is not None:
+        return model.names(options.names)
+    for other in (like, source):
+        if other is not None and other.format is not None and other.format.names == "canonical":
+            return model.names(other.catalog.names if other.catalog.names in model.families else "canonical")
+    return model.names("canonical")
+
+
+def _layout(
+    source: Source, format: Format, names: Names | StoredNames, options: Options, like: Source | None
+) -> Layout:
+    """The destination layout, with the stage sizes that it comes to."""
+    layout = Layout.parse(options.layout) if isinstance(options.layout, str) else options.layout
+    if not format.ranks:
+        if layout is not None and layout != Layout():
+            raise UsageError(f"{format.name} holds no ranks: leave --layout {layout} out, or write native")
+        return Layout()
+    if layout is None:
+        layout = (like or source).catalog.layout or Layout()
+    return layout.with_stages(names.model.layers) if isinstance(names, Names) else layout
+
+
+def _held(
+    source: Source, format: Format, names: Names | StoredNames, options: Options
+) -> tuple[dict[Key, DType], list[DropRow]]:
+    """What the destination stores, and rows for what it does not."""
+    catalog = source.catalog
+    held = dict(catalog.held)
+    dropped = Dropped(catalog.tensors)
+    named = names.whole if options.only or options.drop else None
+    wanted = select(held, options.only, named) if options.only else set(held)
+    unwanted = select(held, options.drop, named) if options.drop else set()
+    keep: dict[Key, DType] = {}
+    for key, dtype in held.items():
+        role = key[1]
+        if key not in wanted:
+            dropped.add(key, dtype, "not asked for (--only)")
+        elif key in unwanted:
+            dropped.add(key, dtype, "asked for", "--drop")
+        elif role in OPTIMIZER_STATE and options.drop_optimizer:
+            dropped.add(key, dtype, "asked for", "--drop-optimizer")
+        elif role not in format.roles:
+            flag = "--drop-optimizer" if role in OPTIMIZER_STATE else f"--drop '*/{role}'"
+            dropped.add(key, dtype, f"{format.name} holds no {role}", flag, allowed=False)
+        else:
+            keep[key] = dtype
+    for tensor, role in wanted - unwanted:
+        if role == "master" and (tensor, "param") not in held and (tensor, "master") not in keep:
+            keep[tensor, "param"] = held[tensor, "master"]  # the weight itself; its master is its only copy
+        trained = role == "param" and catalog.tensors[tensor].optimizer != "none"
+        if trained and options.master_from_param and "master" in format.roles:
+            keep.setdefault((tensor, "master"), dtype_named("float32"))
+    if not keep:
+        raise UsageError(
+            f"nothing of {source.url} is left to write; it holds {', '.join(sorted({r for _, r in held}))}"
+        )
+    if options.dtype is not None:
+        keep = _cast(source, keep, dtype_named(options.dtype))
+    order = {key: place for place, key in enumerate(held)}
+    return dict(sorted(keep.items(), key=lambda item: order.get(item[0], len(order)))), dropped.rows()
+
+
+def _cast(source: Source, keep: Mapping[Key, DType], dtype: DType) -> dict[Key, DType]:
+    """Weights in `dtype`, but for those that stay float32, and what is no float at all."""
+    if dtype.name not in _CASTS:
+        raise UsageError(f"--dtype {dtype}: weights are cast to {', '.join(_CASTS)}")
+    found = {}
+    for (tensor, role), now in keep.items():
+        stays = source.catalog.tensors[tensor].keep_fp32 and dtype.itemsize < 4
+        casts = role in ("param", "buffer") and now.is_float and not stays
+        found[tensor, role] = dtype if casts else now
+    return found
+
+
+def _facts(source: Source, options: Options) -> dict[str, Any]:
+    """What the destination's manifest tells of its origin. No time and no host, so that equal runs give equal bytes."""
+    catalog = source.catalog
+    name = os.path.basename(os.path.normpath(source.url))
+    record: dict[str, Any] = {
+        "tool": f"ckptkit {__version__}",
+        "source": name,
+        "format": catalog.format,
+        "layout": str(catalog.layout) if catalog.layout is not None else "",
+    }
+    digests = catalog.facts.get("index")
+    if digests:
+        record["index"] = digests
+    if options.only or options.drop:
+        record["partial"] = {"only": list(options.only), "drop": list(options.drop)}
+    facts: dict[str, Any] = {"lineage": [record, *catalog.facts.get("lineage", ())]}
+    if "epoch" in catalog.facts:
+        facts["epoch"] = catalog.facts["epoch"]
+    if is_partial(facts):
+        facts["partial"] = {"base": name, **record.get("partial", {})}
+    return facts
+
+
+def is_partial(facts: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint is known to hold only a part of its model, since someone asked for that."""
+    lineage = facts.get("lineage", ())
+    return "partial" in facts or any("partial" in r for r in lineage if isinstance(r, dict))

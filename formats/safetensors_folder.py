@@ -10,7 +10,7 @@ tensor of the model is there. Rules of writing are those of Transformers' `save_
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from ckptkit.formats.binding import model_of
 from ckptkit.formats.carried import carried, check_names
 from ckptkit.formats.safetensors_file import (
     HEADER_LIMIT,
+    Header,
     check_writable,
     entry_text,
     header_bytes,
@@ -44,6 +45,9 @@ from ckptkit.formats.safetensors_index import (
     some,
 )
 from ckptkit.stores.base import Store
+
+PARTIAL = "ckptkit.partial"
+"""Key of a note, in headers and index, on weights that are a part of a model on purpose."""
 
 _FURTHEST = 1 << 50
 """An offset with as many digits as any, to bound a header's size before offsets are known."""
@@ -87,7 +91,13 @@ class SafetensorsFolder(Format):
                     f"{store.url} has the names called {family}, which are not those of format {self.name}; leave out --from",
                     format=self.name,
                 )
-        locals_ = _stored(opened) if model is None else _bound(model, family, opened, store.url)
+        metadata = opened.headers[0].metadata
+        facts: dict[str, Any] = {"warnings": opened.warnings, "metadata": metadata}
+        if PARTIAL in metadata:
+            facts["partial"] = _partial(opened.headers[0])
+        locals_ = (
+            _stored(opened) if model is None else _bound(model, family, opened, store.url, "partial" in facts)
+        )
         tensors = model.tensors if model is not None else _plain_tensors(locals_)
         number = {item.key: k for k, item in enumerate(locals_)}
         role = [ROLE_CODE[tensors[item.segments[0].tensor].kind] for item in locals_]
@@ -111,7 +121,7 @@ class SafetensorsFolder(Format):
             model=model,
             names=family,
             extras=Extras(files=files),
-            facts={"warnings": opened.warnings, "metadata": opened.headers[0].metadata},
+            facts=facts,
             identities=opened.identities,
         )
 
@@ -132,6 +142,8 @@ class SafetensorsFolder(Format):
         literals: dict[int, Sequence[Literal]] = {}
         weight_map: dict[str, str] = {}
         at = 0
+        partial = options.facts.get("partial")
+        note = {"format": "pt"} | ({PARTIAL: json.dumps(partial, sort_keys=True)} if partial else {})
         for number, (path, rows) in enumerate(zip(paths, files, strict=True)):
             offset, members = 0, []
             for row in rows:
@@ -141,16 +153,16 @@ class SafetensorsFolder(Format):
                 placed.offset[at] = offset
                 offset += item.size * dtype.itemsize
                 at += 1
-            header = header_bytes(members, {"format": "pt"})
+            header = header_bytes(members, note)
             literals[number] = [Literal(0, header)]
             listed.append(File(path, len(header) + offset, len(header), 0))
         small = dict(_carried_files(shards, set(paths)))
         if len(files) > 1:
             params = entries.role == ROLE_CODE["param"]
-            metadata = {
+            metadata: dict[str, Any] = {
                 "total_parameters": int((entries.last - entries.first)[params].sum()),
                 "total_size": int(entries.nbytes.sum()),
-            }
+            } | ({PARTIAL: partial} if partial else {})
             index = json.dumps(
                 {"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True, ensure_ascii=False
             )
@@ -162,8 +174,16 @@ class SafetensorsFolder(Format):
         return Destination(catalog=catalog, literals=literals, finish=lambda written: small.items())
 
 
-def _bound(model: Model, family: str, opened: Opened, where: str) -> list[LocalTensor]:
-    """The local tensors of what is stored, which must be what the model has.
+def _partial(header: Header) -> Any:
+    """What a part of a model is a part of, as its writer noted it."""
+    try:
+        return json.loads(header.metadata[PARTIAL])
+    except (ValueError, RecursionError):
+        raise FormatError(f"{header.path}: its note {PARTIAL} is no JSON", file=header.path) from None
+
+
+def _bound(model: Model, family: str, opened: Opened, where: str, partial: bool) -> list[LocalTensor]:
+    """The local tensors of what is stored, which must be what the model has (or, where `partial`, some of it).
 
     Raises:
         FormatError: names are missing, unknown, or of another shape; lists all three.
@@ -190,7 +210,10 @@ def _bound(model: Model, family: str, opened: Opened, where: str) -> list[LocalT
     missing = [
         name
         for name in whole
-        if name not in found and name not in wrong_shape and not model.schema.is_harmless(name)
+        if not partial
+        and name not in found
+        and name not in wrong_shape
+        and not model.schema.is_harmless(name)
     ]
     problems = [
         f"{text}: {some(list_)}"

@@ -66,20 +66,29 @@ def open_folder(store: Store) -> Opened:
         return Opened(headers, identities, warnings)
     weight_map = read_weight_map(store, start)
     paths = sorted(set(weight_map.values()))
-    missing = [path for path in paths if not store.exists(path)]
-    for path in missing:
-        count = sum(1 for name in weight_map.values() if name == path)
-        store.size(path)  # a directory or pipe in its place says so itself
-        raise ShardMissingError(
-            f"{path} is missing from {store.url}: {start} says that it holds {count} tensors"
-            f"{f' ({len(missing)} files are missing in all)' if len(missing) > 1 else ''}. Fetch it again",
-            file=path,
-        )
+    _check_there(store, start, weight_map, paths)
     identities = {path: store.identity(path) for path in paths}
     headers = read_headers(store, paths)
     _compare(store.url, start, weight_map, headers)
     _note_strays(store, set(paths), warnings)
     return Opened(headers, identities, warnings)
+
+
+def _check_there(store: Store, index: str, weight_map: Mapping[str, str], paths: Sequence[str]) -> None:
+    """Raise ShardMissingError for files that the index names and that are not there."""
+    missing = []
+    for path in paths:
+        try:
+            store.size(path)
+        except ShardMissingError:
+            missing.append(path)
+    if missing:
+        count = sum(1 for path in weight_map.values() if path == missing[0])
+        more = f" ({len(missing)} of {len(paths)} files are missing)" if len(missing) > 1 else ""
+        raise ShardMissingError(
+            f"{missing[0]} is missing from {store.url}: {index} says that it holds {count} tensors{more}. Fetch it again",
+            file=missing[0],
+        )
 
 
 def _nothing_here(store: Store) -> FormatError:

@@ -162,3 +162,26 @@ def numpy_scalar(value: Opaque) -> int | float | bool | None:
     if letter is None or not isinstance(data, bytes) or len(data) != struct.calcsize(letter):
         return None
     return struct.unpack("<" + letter, data)[0]
+
+
+def scalar(value: Any) -> int | float | bool | None:
+    """The number in a plain value: itself, or that of a tensor of one element. None for anything else."""
+    if isinstance(value, int | float):
+        return value
+    if not isinstance(value, dict) or value.get("$") not in ("tensor", "float"):
+        return None
+    if value["$"] == "float":
+        return float(value["v"])
+    dtype, data = dtype_named(value["dtype"]), base64.b64decode(value["v"])
+    if len(data) != dtype.itemsize:
+        return None
+    if dtype.name == "bfloat16":
+        return float(struct.unpack("<f", b"\0\0" + data)[0])
+    letter = {
+        "f": {8: "d", 4: "f", 2: "e"},
+        "i": {1: "b", 2: "h", 4: "i", 8: "q"},
+        "u": {1: "B", 2: "H", 4: "I", 8: "Q"},
+        "b": {1: "?"},
+    }.get(dtype.kind, {}).get(dtype.itemsize)
+    found: int | float | bool | None = struct.unpack("<" + letter, data)[0] if letter else None
+    return found

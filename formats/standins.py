@@ -288,6 +288,7 @@ _NAMES: dict[str, str] = {
     "torch.serialization": "_get_layout",
     "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata "
     "TensorProperties MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
+    "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",  # before torch 2.3
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",
     "torch.distributed.checkpoint.planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
 }

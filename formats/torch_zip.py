@@ -11,7 +11,7 @@ import itertools
 import struct
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.errors import CorruptionError, FormatError, UnsafeError
@@ -34,12 +34,16 @@ _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member's payload: bytes `[start, start + size)` of the file, and the CRC-32 that its zip states."""
+    """A member's payload: bytes `[start, start + size)` of the file, and the CRC-32 that its zip states.
+
+    `header` is where its local header begins.
+    """
 
     name: str
     start: int
     size: int
     crc: int
+    header: int
 
 
 class Window:
@@ -134,14 +138,14 @@ def open_archive(reader: Reader, where: str, start: int = 0, size: int | None = 
         UnsafeError: its pickle asks for something outside the table of stand-ins.
     """
     window = Window(reader, start, reader.size - start if size is None else size, where)
-    members, headers = _directory(window)
+    members = _directory(window)
     if "constants.pkl" in members and "data.pkl" in members:
         raise FormatError(
             f"{where} is a TorchScript program, not a checkpoint; save its state_dict() with torch.save"
         )
     if "data.pkl" not in members:
         raise FormatError(f"{where} is a zip, but has no data.pkl: torch.save did not write it")
-    _locate(window, members, headers, ["data.pkl", *(["byteorder"] if "byteorder" in members else [])])
+    _locate(window, members, ["data.pkl", *(["byteorder"] if "byteorder" in members else [])])
     if "byteorder" in members:
         order = window.read(members["byteorder"].start, min(members["byteorder"].size, 16))
         if order != b"little":
@@ -152,12 +156,12 @@ def open_archive(reader: Reader, where: str, start: int = 0, size: int | None = 
             f"{where}: its pickle has {pickle.size} bytes, more than the {pickles.LIMIT} that are read"
         )
     value = pickles.loads(window.read(pickle.start, pickle.size), where)
-    _locate(window, members, headers, [name for name in members if name.startswith("data/")])
+    _locate(window, members, [name for name in members if name.startswith("data/")])
     return Archive(where, value, members, window)
 
 
-def _directory(window: Window) -> tuple[dict[str, Member], dict[str, int]]:
-    """Members by name (their payload not yet located), and where their local headers are."""
+def _directory(window: Window) -> dict[str, Member]:
+    """Members by name, their payloads not yet located."""
     where, start, end = window.where, window.start, window.start + window.size
     head = window.read(start, min(16, window.size))
     if not head.startswith(b"PK"):
@@ -185,7 +189,6 @@ def _directory(window: Window) -> tuple[dict[str, Member], dict[str, int]]:
         raise FormatError(f"{where}: its zip directory of {length} bytes at {offset} does not fit into it")
     directory = window.read(start + offset, length)
     members: dict[str, Member] = {}
-    headers: dict[str, int] = {}
     at = 0
     root = None
     for _ in range(count):
@@ -214,13 +217,12 @@ def _directory(window: Window) -> tuple[dict[str, Member], dict[str, int]]:
             raise FormatError(
                 f"{where}: member {name!r} of {plain} bytes at {header} reaches past the zip's data"
             )
-        members[rest] = Member(name, -1, plain, crc)
-        headers[rest] = start + header
-    ordered = sorted(((headers[name], member) for name, member in members.items()), key=lambda pair: pair[0])
-    for (here, member), (there, other) in itertools.pairwise(ordered):
-        if here + _LOCAL.size + len(member.name.encode()) + member.size > there:
+        members[rest] = Member(name, -1, plain, crc, start + header)
+    ordered = sorted(members.values(), key=lambda member: member.header)
+    for member, other in itertools.pairwise(ordered):
+        if member.header + _LOCAL.size + len(member.name.encode()) + member.size > other.header:
             raise FormatError(f"{where}: members {member.name!r} and {other.name!r} overlap")
-    return members, headers
+    return members
 
 
 def _zip64(extra: bytes, plain: int, packed: int, header: int) -> tuple[int, int, int]:
@@ -242,13 +244,12 @@ def _zip64(extra: bytes, plain: int, packed: int, header: int) -> tuple[int, int
     return plain, packed, header
 
 
-def _locate(
-    window: Window, members: dict[str, Member], headers: dict[str, int], names: Sequence[str]
-) -> None:
+def _locate(window: Window, members: dict[str, Member], names: Sequence[str]) -> None:
     """Fill in where payloads start, from local headers. Far ones are read in parallel."""
 
     def start_of(name: str) -> int:
-        here, member = headers[name], members[name]
+        member = members[name]
+        here = member.header
         encoded = member.name.encode()
         local = window.read(here, _LOCAL.size + len(encoded))
         fields = _LOCAL.unpack_from(local)
@@ -272,7 +273,7 @@ def _locate(
         member = members[name]
         if start + member.size > window.start + window.size:
             raise FormatError(f"{window.where}: member {member.name!r} reaches past the end of its zip")
-        members[name] = Member(member.name, start, member.size, member.crc)
+        members[name] = replace(member, start=start)
 
 
 def tensors_of(value: Any) -> Iterator[tuple[tuple[Any, ...], StoredTensor]]:

@@ -1,0 +1,322 @@
+"""PyTorch distributed checkpoints (`torch.distributed.checkpoint`): FSDP2, DTensor, torchtitan.
+
+    .metadata              which boxes of which tensors lie where; written last
+    __<rank>_<n>.distcp    items, one after the other
+
+Any set of boxes that tiles a tensor is read, and any layout is written: every rank's share as boxes of global tensors.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import ClassVar
+
+import numpy as np
+
+from ckptkit.core import zero
+from ckptkit.core.catalog import ROLE_CODE, ROLES, Catalog, Entries, File
+from ckptkit.core.destination import Destination, Fixup, Literal
+from ckptkit.core.dtypes import TABLE
+from ckptkit.core.layouts import Layout
+from ckptkit.core.local import LocalTensor
+from ckptkit.core.schema import STATE_ROLES, Tensor
+from ckptkit.errors import CoverageError, FormatError
+from ckptkit.formats import model_config
+from ckptkit.formats.base import Format, ReadOptions, WriteOptions
+from ckptkit.formats.binding import model_of
+from ckptkit.formats.carried import carried
+from ckptkit.formats.chunks import Cut, Locals, bind_names, cut_boxes, plain_local, plain_tensor
+from ckptkit.formats.dcp_items import Wanted, locate
+from ckptkit.formats.dcp_metadata import (
+    NAME,
+    Chunk,
+    Index,
+    Item,
+    Stored,
+    check_sizes,
+    metadata_files,
+    rank_of,
+    read_index,
+    write_index,
+)
+from ckptkit.formats.dcp_state import State, read_extras, write_extras
+from ckptkit.formats.standins import Storage, StoredTensor
+from ckptkit.formats.stored_keys import SLOT_OF, Keys, sort_keys
+from ckptkit.formats.torch_zip_writer import ALIGN, Skeleton, skeleton
+from ckptkit.stores.base import Store
+
+_Key = tuple[str, str]
+"""A name of the family and a role."""
+
+
+class DcpFormat(Format):
+    """Names are those of the training state; with a model, those of Transformers."""
+
+    name: ClassVar[str] = "dcp"
+    names: ClassVar[str] = "transformers"
+    roles: ClassVar[tuple[str, ...]] = ROLES
+    ranks: ClassVar[bool] = True
+    extras: ClassVar[bool] = True
+    marker: ClassVar[str | None] = NAME
+
+    def detect(self, store: Store) -> bool:
+        return bool(metadata_files(store)) and not store.exists("metadata.json")  # that one is Megatron's
+
+    def read(self, store: Store, options: ReadOptions = ReadOptions()) -> Catalog:
+        index = read_index(store)
+        check_sizes(store, index)
+        warnings: list[str] = []
+        files = carried(store, warnings)
+        model = model_of(model_config.read_config(files, options, store.url), options, store.url)
+        known = {key for f in model.families for key in model.names(f).keys} if model is not None else set()
+        keys = sort_keys(index.tensors, index.objects, index.paths, known)
+        stored = _stored(keys, index)
+        shapes = {name: tensor.shape for (name, _), tensor in stored.items()}
+        tensors: Mapping[str, Tensor]
+        if model is not None:
+            family = model.family_of(shapes, store.url)
+            bound = bind_names(model, family, shapes, store.url, warnings)
+            tensors = model.tensors
+        else:
+            family = "stored"
+            bound = {name: plain_local(name, shape) for name, shape in shapes.items()}
+            tensors = {name: plain_tensor(name, shape) for name, shape in shapes.items()}
+        if keys.unknown:
+            warnings.append(
+                f"{len(keys.unknown)} optimizer tensors of unknown meaning were left out, such as {keys.unknown[0]}"
+            )
+        paths = index.files
+        locals_, entries = _entries(store, stored, bound, tensors, paths)
+        extras, layout = read_extras(store, index, keys, bound, warnings)
+        extras.files = files
+        return Catalog(
+            format=self.name,
+            where=store.url,
+            tensors=tensors,
+            locals=locals_,
+            files=[File(path, store.size(path), 0, rank_of(path)) for path in paths],
+            entries=entries,
+            layout=layout or _fsdp_layout(stored, paths),
+            model=model,
+            names=family,
+            extras=extras,
+            facts={"warnings": warnings},
+            identities={path: store.identity(path) for path in [*paths, *index.sources]},
+        )
+
+    def lay_out(self, shards: Catalog, options: WriteOptions = WriteOptions()) -> Destination:
+        """One `.distcp` a rank, objects first; ranks without a share have no file."""
+        whole = _whole(shards)
+        cut = cut_boxes(shards, whole)
+        stored = {whole[item.key].key: whole[item.key] for item in shards.locals}
+        trained = {
+            shards.locals[int(k)].key
+            for k in np.unique(shards.entries.local[shards.entries.role == ROLE_CODE["exp_avg"]])
+        }
+        state = write_extras(shards, stored, trained)
+        writer = _Writer(state)
+        writer.objects()
+        writer.tensors(cut)
+        small = dict(_small_files(shards))
+        small[NAME] = write_index(writer.index)
+        ranks = sorted(writer.files)
+        number = np.zeros(max(ranks, default=0) + 1, np.uint32)
+        number[ranks] = np.arange(len(ranks))
+        entries = cut.entries.take(np.asarray(writer.order, np.int64))
+        entries.file = number[entries.file]
+        entries.offset = np.asarray(writer.offset, np.int64)
+        catalog = Catalog(
+            format=self.name, where=shards.where, tensors=shards.tensors, locals=cut.locals,
+            files=[File(_path(rank), writer.files[rank].size, 0, rank) for rank in ranks], entries=entries,
+            layout=shards.layout, model=shards.model, names=shards.names, extras=shards.extras, facts=shards.facts,
+        )  # fmt: skip
+        return Destination(
+            catalog=catalog,
+            literals={k: writer.files[rank].literals for k, rank in enumerate(ranks)},
+            fixups={k: writer.files[rank].fixups for k, rank in enumerate(ranks)},
+            finish=lambda written: small.items(),
+        )
+
+
+def _path(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def _stored(keys: Keys, index: Index) -> dict[_Key, Stored]:
+    """Stored tensors by name and role; weights have the role `param`, which a model may know better."""
+    found = {(name, "param"): index.tensors[key] for name, key in keys.weights.items()}
+    found.update(((name, role), index.tensors[key]) for (name, role), key in keys.state.items())
+    return found
+
+
+def _entries(
+    store: Store,
+    stored: Mapping[_Key, Stored],
+    bound: Mapping[str, LocalTensor],
+    tensors: Mapping[str, Tensor],
+    paths: Sequence[str],
+) -> tuple[list[LocalTensor], Entries]:
+    """Every stored chunk as an entry. Raises CoverageError where the chunks of a tensor leave a gap."""
+    file_of = {path: number for number, path in enumerate(paths)}
+    wanted: list[Wanted] = []
+    rows: list[tuple[_Key, Chunk]] = []
+    empty: list[tuple[_Key, Chunk]] = []
+    for (name, role), tensor in stored.items():
+        if name not in bound:
+            continue
+        _check_tiling(name, role, tensor)
+        for chunk in tensor.chunks:
+            if chunk.item is None or 0 in chunk.sizes:
+                continue
+            wanted.append(Wanted(f"{name} ({role})", chunk.item, tensor.dtype, chunk.sizes))
+            rows.append(((name, role), chunk))
+        if 0 in tensor.shape:
+            first = next((chunk for chunk in tensor.chunks if chunk.item is not None), None)
+            if first is not None:
+                empty.append(((name, role), first))
+    locals_ = Locals()
+    table = []
+    for ((name, role), chunk), found in zip(rows, locate(store, wanted), strict=True):
+        item, tensor = bound[name], stored[name, role]
+        local, first_, last = locals_.chunk(item, chunk.start, chunk.sizes, found.strides)
+        assert chunk.item is not None
+        table.append(
+            (
+                file_of[chunk.item.path],
+                local,
+                _role(role, item, tensors),
+                tensor.dtype.code,
+                first_,
+                last,
+                found.offset,
+            )
+        )
+    for (name, role), chunk in empty:
+        assert chunk.item is not None
+        code, dtype = _role(role, bound[name], tensors), stored[name, role].dtype.code
+        table.append(
+            (file_of[chunk.item.path], locals_.whole(bound[name]), code, dtype, 0, 0, chunk.item.offset)
+        )
+    file, local_, role_, dtype_, first__, last_, offset = np.asarray(table, np.int64).reshape(-1, 7).T
+    return locals_.items, Entries(file, local_, role_, dtype_, first__, last_, offset)
+
+
+def _role(role: str, item: LocalTensor, tensors: Mapping[str, Tensor]) -> int:
+    return ROLE_CODE[tensors[item.segments[0].tensor].kind if role == "param" else role]
+
+
+def _check_tiling(name: str, role: str, tensor: Stored) -> None:
+    """Volumes must add up. A gap that an overlap hides is found when a plan proves its cover."""
+    have, want = sum(prod(chunk.sizes) for chunk in tensor.chunks), prod(tensor.shape)
+    if have < want:
+        raise CoverageError(
+            f"{name} ({role}) has {want} elements, but its chunks hold {have}: a rank's part is missing. Use another copy",
+            tensor=name,
+        )
+    if have > want:
+        raise FormatError(
+            f"{name} ({role}) has {want} elements, but its chunks hold {have}: they overlap. It was not written by one save",
+            tensor=name,
+        )
+
+
+def _fsdp_layout(stored: Mapping[_Key, Stored], paths: Sequence[str]) -> Layout | None:
+    """The layout, where every tensor is cut as FSDP2 does it over the ranks that have files."""
+    ranks = max((rank_of(path) for path in paths), default=0) + 1
+    if ranks <= 1:
+        return Layout()
+    for (_, role), tensor in stored.items():
+        parts = sorted(
+            chunk.start[0] if chunk.start else 0 for chunk in tensor.chunks if 0 not in chunk.sizes
+        )
+        cut = zero.rows([tensor.shape], ranks)
+        width = prod(tensor.shape[1:])
+        whole = len(parts) <= 1 and (role == "param" or len(cut.first) <= 1)
+        if not whole and parts != [int(first) // width for first in cut.first]:
+            return None
+    return Layout(dp=ranks, zero=3)
+
+
+def _whole(shards: Catalog) -> dict[str, LocalTensor]:
+    """The family's whole tensors, by name, without padding."""
+    if shards.model is None:
+        return {item.key: plain_local(item.key, item.shape) for item in shards.locals}
+    names = shards.model.names(shards.names)
+    return {**names.copies, **names.unpadded()}
+
+
+def _small_files(shards: Catalog) -> Iterator[tuple[str, bytes]]:
+    """Files that travel along, config.json in the terms of the names."""
+    config = model_config.config_bytes(shards)
+    if config is not None:
+        yield model_config.NAME, config
+    for name, content in shards.extras.files.items():
+        if name != model_config.NAME:
+            yield name, content
+
+
+class _File:
+    """A `.distcp` file as it grows."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.literals: list[Literal] = []
+        self.fixups: list[Fixup] = []
+
+
+class _Writer:
+    """Places items one after the other in their ranks' files, and notes them in the index."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.index = Index()
+        self.files: dict[int, _File] = {}
+        self.order: list[int] = []  # entries, file by file
+        self.offset: list[int] = []
+
+    def add(self, rank: int, made: Skeleton) -> Item:
+        """Append a zip that was laid out to begin at `place(rank)`."""
+        file = self.files[rank]
+        start = self.place(rank)
+        file.literals += made.literals
+        file.fixups += made.fixups
+        file.size = start + made.size
+        return Item(_path(rank), start, made.size)
+
+    def place(self, rank: int) -> int:
+        """Where the next zip begins: aligned, so that payloads are."""
+        return -(-self.files.setdefault(rank, _File()).size // ALIGN) * ALIGN
+
+    def objects(self) -> None:
+        """What belongs to no rank is written by the first."""
+        for key, path, value in self.state.objects:
+            self.index.objects[key] = self.add(0, skeleton(value, start=self.place(0)))
+            self.index.paths[key] = path
+        for key, path, scalar in self.state.scalars:
+            item = self.add(0, skeleton(scalar, start=self.place(0)))
+            self.index.tensors[key] = Stored(scalar.dtype, (), [Chunk((), (), item)])
+            self.index.paths[key] = path
+
+    def tensors(self, cut: Cut) -> None:
+        """Every box, in the order of ranks, roles and the model."""
+        entries = cut.entries
+        for k in np.lexsort((entries.first, entries.local, entries.role, entries.file)).tolist():
+            rank, role = int(entries.file[k]), ROLES[entries.role[k]]
+            item, dtype, sizes = cut.locals[int(entries.local[k])], TABLE[entries.dtype[k]], cut.sizes[k]
+            nbytes = prod(sizes) * dtype.itemsize
+            held = StoredTensor(Storage("0", dtype, nbytes), dtype, 0, sizes, _strides(sizes))
+            made = skeleton(held, [nbytes], self.place(rank))
+            conv = self.state.convention
+            key, path = conv.state(item.key, SLOT_OF[role]) if role in STATE_ROLES else conv.weight(item.key)
+            stored = self.index.tensors.setdefault(key, Stored(dtype, cut.shapes[item.key], []))
+            stored.chunks.append(Chunk(cut.start[k], sizes, self.add(rank, made)))
+            self.index.paths[key] = path
+            self.order.append(k)
+            self.offset.append(made.data[0])
+
+
+def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides as torch states them: those of empty tensors as if sizes were one."""
+    strides = [1] * len(sizes)
+    for axis in range(len(sizes) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * max(sizes[axis + 1], 1)
+    return tuple(strides)

@@ -1,0 +1,145 @@
+"""What the keys of a training state mean: weights, optimizer state, groups, and everything else.
+
+Trainers flatten nested dictionaries with dots, and put weights under different prefixes:
+
+    model.<name>  or  <name>  or  app.model.<name>              weights
+    optimizer.state.<name>.exp_avg                              optimizer state; also without the prefix
+    optimizer.param_groups.<i>.lr                               groups by number, `.params` lists their names
+    optimizer.param_groups.<name>.lr                            or one group a parameter (flattened)
+
+A name may contain dots itself, so keys are read from both ends. Wrappers (`_orig_mod.`, `_fsdp_wrapped_module.`) are no
+part of a name.
+
+Sources: PyTorch, `torch/distributed/checkpoint/state_dict.py`; torchtitan, `components/checkpoint.py`.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+SLOTS = {
+    "exp_avg": "exp_avg",
+    "exp_avg_sq": "exp_avg_sq",
+    "momentum_buffer": "momentum",
+    "master_param": "master",
+    "fp32_param": "master",
+    "ema": "ema",
+}
+"""Names of optimizer slots, and the roles they are. `master_param` is Transformer Engine's name for it."""
+
+SLOT_OF = {
+    "exp_avg": "exp_avg",
+    "exp_avg_sq": "exp_avg_sq",
+    "momentum": "momentum_buffer",
+    "master": "master_param",
+    "ema": "ema",
+}
+"""The slot that a role is written as."""
+
+_OPTIMIZER = r"(?P<prefix>(?:[A-Za-z_]\w*\.)*?(?:optim\w*\.)(?:\d+\.)?|)"
+_STATE = re.compile(_OPTIMIZER + r"state\.(?P<name>.+)\.(?P<slot>[A-Za-z_]\w*)")
+_GROUP = re.compile(_OPTIMIZER + r"param_groups\.(?P<which>.+)\.(?P<field>[A-Za-z_]\w*)")
+_WRAPPER = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_OTHER = re.compile(
+    r"(?:lr_scheduler|train_state|dataloader|scheduler|scaler|rng\w*|step|iteration|epoch)(?:\.|$)"
+)
+_PREFIXES = ("model.", "module.", "state_dict.", "app.model.", "model.module.")
+
+
+@dataclass
+class Keys:
+    """Keys by what they mean; values of the maps are the keys.
+
+    Attributes:
+        weights: Name to key.
+        state: `(name, role)` to key.
+        steps: Name to the key of its step count.
+        groups: Group (its number, or a parameter's name) to field to key.
+        unknown: Optimizer tensors of slots that no role fits.
+        other: Everything else.
+        model_prefix, optimizer_prefix: What names and optimizer keys begin with.
+    """
+
+    weights: dict[str, str] = field(default_factory=dict)
+    state: dict[tuple[str, str], str] = field(default_factory=dict)
+    steps: dict[str, str] = field(default_factory=dict)
+    groups: dict[str, dict[str, str]] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+    other: list[str] = field(default_factory=list)
+    model_prefix: str = ""
+    optimizer_prefix: str = ""
+
+
+def clean(name: str) -> str:
+    """A parameter's name without wrappers."""
+    return _WRAPPER.sub("", name)
+
+
+def sort_keys(
+    tensors: Iterable[str],
+    objects: Iterable[str],
+    paths: Mapping[str, tuple[str | int, ...]],
+    known: Iterable[str] = (),
+) -> Keys:
+    """Tell what each key means.
+
+    Args:
+        tensors, objects: Keys of tensors and of other values.
+        paths: Where keys came from in the nested state, where that is known: tells a prefix from a name's first part.
+        known: Names of the model's family, where a model is known.
+    """
+    found = Keys()
+    weights: list[str] = []
+    for key in tensors:
+        state = _STATE.fullmatch(key)
+        if state is None:
+            (found.other if _OTHER.match(key) else weights).append(key)
+            continue
+        name, slot = clean(state["name"]), state["slot"]
+        found.optimizer_prefix = state["prefix"]
+        if slot == "step":
+            found.steps[name] = key
+        elif slot in SLOTS:
+            found.state[name, SLOTS[slot]] = key
+        else:
+            found.unknown.append(key)
+    for key in objects:
+        group = _GROUP.fullmatch(key)
+        state = _STATE.fullmatch(key)
+        if group is not None:
+            found.groups.setdefault(clean(group["which"]), {})[group["field"]] = key
+            found.optimizer_prefix = group["prefix"]
+        elif state is not None and state["slot"] == "step":
+            found.steps[clean(state["name"])] = key
+        else:
+            found.other.append(key)
+    prefix = found.model_prefix = _prefix(weights, paths, {name for name, _ in found.state}, set(known))
+    for key in weights:
+        if key.startswith(prefix):
+            found.weights[clean(key[len(prefix) :])] = key
+        else:
+            found.weights[clean(key)] = key
+    return found
+
+
+def _prefix(
+    weights: list[str], paths: Mapping[str, tuple[str | int, ...]], trained: set[str], known: set[str]
+) -> str:
+    """What the names of weights begin with: as the model, the optimizer or the nesting tells."""
+    candidates = ["", *_PREFIXES]
+    cleaned = [clean(key) for key in weights]
+    for names in (known, trained):
+        if names:
+            hits = {
+                p: sum(key.startswith(p) and key[len(p) :] in names for key in cleaned) for p in candidates
+            }
+            best = max(candidates, key=lambda p: hits[p])
+            if hits[best]:
+                return best
+    nested = {paths[key][:-1] for key in weights if key in paths}
+    if len(nested) == 1:
+        parts = nested.pop()
+        prefix = "".join(f"{part}." for part in parts)
+        if parts and all(key.startswith(prefix) for key in weights):
+            return prefix
+    return ""

@@ -5,6 +5,7 @@ from typing import Any
 
 from ckptkit.core.catalog import Catalog, Extras
 from ckptkit.core.layouts import Layout
+from ckptkit.core.schema import STATE_ROLES
 from ckptkit.formats.base import Format
 from ckptkit.ops.dropping import DropRow
 
@@ -38,10 +39,12 @@ def carry(
     rows: list[DropRow] = []
     if not format.extras:
         allowed = drop_optimizer or drop_extras
+        # One flag is enough: whoever leaves the optimizer behind does not go on training from there.
+        trained = "groups" in extras.common or any(role in STATE_ROLES for _, role in source.held)
+        flag = "--drop-optimizer" if trained else "--drop-extras"
         names = [*extras.common, *(["per-rank states"] if extras.by_coordinate else [])]
         names += ["loader states"] if extras.by_sample else []
         for name in names:
-            flag = "--drop-optimizer" if name in _OPTIMIZER_EXTRAS else "--drop-extras"
             rows.append(DropRow(f"extras: {name}", 1, 0, f"{format.name} holds no extras", flag, allowed))
         return found, rows
     for name, value in extras.common.items():
@@ -52,7 +55,7 @@ def carry(
     found.by_sample = list(extras.by_sample)
     lost = 0
     for coordinate, state in extras.by_coordinate.items():
-        if _same_axes(coordinate, source.layout, layout):
+        if has_coordinate(coordinate, source.layout, layout):
             found.by_coordinate[coordinate] = state
         else:
             lost += 1
@@ -77,9 +80,9 @@ def _groups(groups: Any, kept: AbstractSet[str]) -> Any:
     return found
 
 
-def _same_axes(coordinate: str, source: Layout | None, layout: Layout) -> bool:
+def has_coordinate(coordinate: str, source: Layout | None, layout: Layout | None) -> bool:
     """Whether every mesh axis that a coordinate names (`tp=0,pp=1`) has one size in both layouts."""
-    if source is None:
+    if source is None or layout is None:
         return False
     axes = [part.partition("=")[0].strip() for part in coordinate.split(",") if part]
     return all(hasattr(layout, axis) and getattr(source, axis) == getattr(layout, axis) for axis in axes)

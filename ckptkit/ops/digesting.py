@@ -153,11 +153,11 @@ def _leaf_fault(
     )
     folded = fold_names(names)
     holds = (
-        ", ".join(folded[:4]) + (f" and {len(folded) - 4} more patterns" if len(folded) > 4 else "")
+        ", ".join(folded[:12]) + (f" and {len(folded) - 12} more" if len(folded) > 12 else "")
     ) or "padding"
     what = (
         f"leaf {leaf} of {path} (bytes {leaves.data_start + low}:{leaves.data_start + high}, of {holds}): xxh3 is "
         f"{found.hex()}, its digest file says {expected.hex()}. It changed after it was written; load another copy or an "
         "earlier step"
     )
-    return Fault("digest", what, path, names[0].rpartition("/")[0] if names else "")
+    return Fault("digest", what, path, names[0].rpartition("/")[0] if len(names) == 1 else "")

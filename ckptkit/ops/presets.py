@@ -29,6 +29,10 @@ _ZAYA: dict[str, Any] = {
     "attention_dropout": 0.0,
     "layer_types": None,
     "sliding_window": None,
+    "rope_parameters": {
+        "hybrid": {"rope_type": "default", "rope_theta": 5_000_000.0, "partial_rotary_factor": 0.5},
+        "hybrid_sliding": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+    },
     "pad_token_id": 0,
     "bos_token_id": 2,
     "eos_token_id": 106,

@@ -116,7 +116,7 @@ def random_source(
         if optimizer != "none":
             extras.common["groups"] = _groups(bound, kinds, step)
         extras.by_coordinate = _random_states(shape, seed, step)
-    catalog, store = _catalog(bound, held, extras, seed)
+    catalog, store = _catalog(bound, held, extras, seed, shape)
     return Source(store.url, store, None, catalog)
 
 
@@ -176,9 +176,9 @@ def _random_states(layout: Layout, seed: int, step: int) -> dict[str, Any]:
 
 
 def _catalog(
-    model: Model, held: Mapping[Key, DType], extras: Extras, seed: int
+    model: Model, held: Mapping[Key, DType], extras: Extras, seed: int, layout: Layout
 ) -> tuple[Catalog, RandomStore]:
-    """Every tensor and role whole, in a virtual file of its own."""
+    """Every tensor and role whole, in a virtual file of its own. `layout` is the one whose coordinates `extras` have."""
     catalog = shards(
         model.names("canonical"), Layout(), held, model.tensors, where=f"random:{seed}", pad=False
     )
@@ -200,7 +200,7 @@ def _catalog(
         locals=catalog.locals,
         files=files,
         entries=entries,
-        layout=Layout(),
+        layout=layout,
         model=model,
         extras=extras,
     )

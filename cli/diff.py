@@ -99,10 +99,21 @@ def _print(report: "DiffReport") -> None:
             ("config", "\n".join(report.config)),
         ]
     )
+    click.echo(_verdict(report))
+
+
+def _verdict(report: "DiffReport") -> str:
     compared = f"{show.plural(report.tensors_compared, 'tensor')} compared in {show.duration(report.seconds)}"
     if report.exit_code == 0:
-        click.echo(f"{show.style('equal', 'green')}: {compared}")
-        return
+        return f"{show.style('equal', 'green')}: {compared}"
+    kinds = {
+        "names": report.only_a or report.only_b,
+        "shapes": report.shapes,
+        "dtypes": report.dtypes,
+        "extras": report.extras,
+        "config": report.config,
+    }
+    found = [show.plural(report.tensors_differing, "tensor")] if report.tensors_differing else []
+    found += [kind for kind, rows in kinds.items() if rows]
     where = f", {report.where}" if report.where else ""
-    label = show.style("different", "red")
-    click.echo(f"{label}: {show.count(report.tensors_differing)} of {compared}{where}")
+    return f"{show.style('different', 'red')}: {', '.join(found)}{where}; {compared}"

@@ -47,6 +47,7 @@ def report(error: BaseException, args: Sequence[str]) -> int:
             click.echo(usage.ctx.get_usage(), err=True)
             click.echo(f"Try '{usage.ctx.command_path} --help' for help.\n", err=True)
         label = "interrupted:" if code == InterruptedRunError.exit_code else "error:"
+        message = message.removeprefix("interrupted; ")
         colour = False if os.environ.get("NO_COLOR") else None
         click.echo(f"{click.style(label, fg='red', bold=True)} {message}", err=True, color=colour)
         if as_json:

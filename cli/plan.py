@@ -53,8 +53,10 @@ def print_plan(report: "PlanReport") -> None:
 
 
 def _fields(report: "PlanReport") -> list[tuple[str, str]]:
-    size = report.mean_rank and report.largest_rank / report.mean_rank
-    balance = f", the largest rank {show.nbytes(report.largest_rank)} ({size:.2f}× the mean)" if size else ""
+    balance = ""
+    if report.mean_rank and (report.destination.get("world") or 1) > 1:
+        share = report.largest_rank / report.mean_rank
+        balance = f", the largest rank {show.nbytes(report.largest_rank)} ({share:.2f}× the mean)"
     over = f" ({report.over_read:.2f}× what is needed)" if report.over_read > 1.005 else ""
     proof = (
         f"{show.plural(report.elements, 'element')} of {show.plural(report.pieces_out, 'piece')} covered once, by "
@@ -117,6 +119,7 @@ def _drop(drop: Any) -> str:
 
 def _many(row: Any, size: int = 0) -> str:
     """What a row stands for, with the number of tensors and their bytes where there is more to say."""
-    facts = [show.plural(row.count, "tensor")] if row.count > 1 else []
+    tensors = row.count > 1 and not row.what.startswith("extras")
+    facts = [show.plural(row.count, "tensor")] if tensors else []
     facts += [show.nbytes(size)] if size else []
     return f"{row.what} ({', '.join(facts)})" if facts else row.what

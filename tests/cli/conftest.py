@@ -15,7 +15,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     llama = ("--model", "llama", *settings(TINY_LLAMA))
     for name, options in {
-        "hf": ("--to", "hf", "--optimizer", "none", "--max-shard-size", "20kB"),
+        "hf": ("--to", "hf", "--optimizer", "none", "--max-shard-size", "64KiB"),
         "native": ("--layout", "tp=2,pp=2,dp=2,zero=1", "--optimizer", "adamw"),
     }.items():
         done = invoke("synth", folder / name, *llama, *options)

@@ -30,7 +30,10 @@ def bind(
         )
     if schema is None or config is None:
         return None
-    model = schema.bind(config)
+    try:
+        model = schema.bind(config)
+    except CkptError as error:
+        raise FormatError(f"{where}: the configuration does not fit: {error}", **error.facts) from error
     for tensor in stored:
         ours = model.tensors.get(tensor.name)
         if ours is None or (ours.axes, ours.shape) != (tensor.axes, tensor.shape):

@@ -10,22 +10,21 @@ Bytes are written down in docs/formats/native.md. Opening reads manifest and ind
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from ckptkit.core.catalog import I64, ITEMSIZE, LEAF, ROLES, Catalog, Entries, File, Leaves
+from ckptkit.core.catalog import I64, ITEMSIZE, LEAF, ROLES, Catalog, Entries, File
 from ckptkit.core.destination import Destination, Written
 from ckptkit.core.dtypes import TABLE
-from ckptkit.errors import CkptError, CorruptionError, FormatError, LayoutError, ShardMissingError
+from ckptkit.errors import CkptError, FormatError, LayoutError, ShardMissingError
 from ckptkit.formats.base import Format, ReadOptions, WriteOptions
 from ckptkit.formats.binding import bind
-from ckptkit.formats.native_columns import Columns, file_name
+from ckptkit.formats.native_checks import check_sizes, leaves_of, missing_ranks_of, problems_of
+from ckptkit.formats.native_columns import RANK_FILE, Columns, file_name
 from ckptkit.formats.native_digests import RankDigests
 from ckptkit.formats.native_header import Headers
 from ckptkit.formats.native_index import index_bytes, parse_index
@@ -45,7 +44,6 @@ from ckptkit.formats.safetensors_file import check_writable
 from ckptkit.stores.base import Store
 
 _STEP = re.compile(r"step-([0-9]{1,18})(?:\.e([0-9]{1,18}))?")
-_RANK = re.compile(r"rank-[0-9]{5,}\.safetensors")
 
 
 def step_dir(step: int, epoch: int) -> str:
@@ -89,7 +87,7 @@ class NativeFormat(Format):
             )
         manifest = Manifest.read(store)
         warnings: list[str] = []
-        identities = _check_sizes(store, manifest)
+        identities = check_sizes(store, manifest)
         columns = _indexed(store, manifest, warnings)
         if columns is None:
             columns = columns_of_ranks(store, [f.path for f in manifest.files])
@@ -113,7 +111,7 @@ class NativeFormat(Format):
             names=manifest.names,
             extras=lambda: read_extras(store, manifest.files),
             facts=facts,
-            leaves=_leaves(store, manifest),
+            leaves=leaves_of(store, manifest),
             identities=identities,
         )
 
@@ -144,11 +142,11 @@ class NativeFormat(Format):
 
     def problems(self, store: Store, catalog: Catalog) -> Iterator[CkptError]:
         """What is wrong with everything but the data: headers, digest files, extras, index."""
-        return _problems(store, catalog)
+        return problems_of(store, catalog)
 
     def missing_ranks(self, store: Store) -> Sequence[int]:
         """Ranks without a rank file or without its digests, which follow it; the world is what any digest file says."""
-        return _missing_ranks(store)
+        return missing_ranks_of(store)
 
 
 def _place(shards: Catalog) -> tuple[Entries, tuple[I64, I64, I64], I64]:
@@ -218,23 +216,6 @@ def _finish(
     yield NAME, manifest.to_bytes()
 
 
-def _check_sizes(store: Store, manifest: Manifest) -> dict[str, str]:
-    """The identities of all rank files, whose sizes are as the manifest says."""
-
-    def look(file: RankFile) -> str:
-        size = store.size(file.path)
-        if size != file.size:
-            raise FormatError(
-                f"{file.path} in {store.url} has {size} bytes, its manifest says {file.size}: it was cut short or replaced. "
-                "Load an older step or another copy",
-                file=file.path,
-            )
-        return store.identity(file.path)
-
-    with ThreadPoolExecutor(max(1, min(store.parallel, len(manifest.files)))) as pool:
-        return dict(zip((f.path for f in manifest.files), pool.map(look, manifest.files), strict=True))
-
-
 def _indexed(store: Store, manifest: Manifest, warnings: list[str]) -> Columns | None:
     """The columns from the index; None, and a warning, where it cannot be used."""
     try:
@@ -261,88 +242,5 @@ def _check_files(store: Store, manifest: Manifest, columns: Columns, warnings: l
         )
     listed = {file.path for file in manifest.files}
     for path in store.files():
-        if _RANK.fullmatch(path) and path not in listed:
+        if RANK_FILE.fullmatch(path) and path not in listed:
             warnings.append(f"{path} is not in the manifest and was left out")
-
-
-def _leaves(store: Store, manifest: Manifest) -> Callable[[int], Leaves | None]:
-    """Loads and checks `.digests` files when asked for."""
-
-    @lru_cache(maxsize=256)
-    def load(number: int) -> Leaves | None:
-        return read_digests(store, manifest.files[number], manifest).as_leaves()
-
-    return load
-
-
-def read_digests(store: Store, file: RankFile, manifest: Manifest) -> RankDigests:
-    """The checked digests of one rank file.
-
-    Raises:
-        ShardMissingError: the digest file is absent.
-        CorruptionError: it does not match its checksum, or belongs to other bytes than the manifest's.
-    """
-    path = digests_name(file.path)
-    found = RankDigests.parse(path, store.read(path))
-    stated = (
-        found.index.hex(),
-        found.world,
-        found.data_start + found.data_size,
-        found.content.hex(),
-        found.extras.hex(),
-    )
-    if stated != (manifest.index, len(manifest.files), file.size, file.digest, file.extras):
-        raise CorruptionError(
-            f"{path} in {store.url} belongs to another checkpoint (rank {found.rank}, step {found.step}) than its manifest; "
-            "it was replaced",
-            file=path,
-        )
-    return found
-
-
-def _problems(store: Store, catalog: Catalog) -> Iterator[CkptError]:
-    manifest = Manifest.read(store)
-    try:
-        if xxhash.xxh3_128_hexdigest(store.read(INDEX)) != manifest.index:
-            yield CorruptionError(
-                f"{INDEX} is not what was written: its digest differs from the manifest's", file=INDEX
-            )
-    except CkptError as error:
-        yield error
-
-    def look(pair: tuple[RankFile, File]) -> list[CkptError]:
-        found: list[CkptError] = []
-        listed, file = pair
-        try:
-            digests = read_digests(store, listed, manifest)
-            header = xxhash.xxh3_128_digest(store.read(listed.path, 0, file.data_start))
-            if header != digests.header:
-                found.append(
-                    CorruptionError(f"the header of {listed.path} is not what was written", file=listed.path)
-                )
-        except CkptError as error:
-            found.append(error)
-        try:
-            read_extras(store, [listed])
-        except CkptError as error:
-            found.append(error)
-        return found
-
-    with ThreadPoolExecutor(max(1, min(store.parallel, len(manifest.files)))) as pool:
-        for errors in pool.map(look, zip(manifest.files, catalog.files, strict=True)):
-            yield from errors
-
-
-def _missing_ranks(store: Store) -> list[int]:
-    files = set(store.files())
-    ranks = sorted(int(path[5:].partition(".")[0]) for path in files if _RANK.fullmatch(path))
-    world = ranks[-1] + 1 if ranks else 0
-    for rank in ranks:
-        path = digests_name(file_name(rank))
-        if path in files:
-            try:
-                world = RankDigests.parse(path, store.read(path)).world
-                break
-            except CkptError:
-                continue
-    return [r for r in range(world) if not {file_name(r), digests_name(file_name(r))} <= files]

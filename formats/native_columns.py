@@ -6,6 +6,7 @@ Tensors, local tensors and their segments are numbered as the catalog lists thos
 move are 0, unless the whole segment is *plain* (row-major from the start of the local tensor), when they are the row-major ones.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,9 @@ from ckptkit.core.views import LocalTensor, Segment
 
 FLAGS = {"kind": "param", "optimizer": "adamw", "decay": True, "keep_fp32": False}
 """Attributes of a tensor that are written only where they differ from these."""
+
+
+RANK_FILE = re.compile(r"rank-[0-9]{5,}\.safetensors")
 
 
 def file_name(rank: int) -> str:

@@ -6,7 +6,6 @@ Both are JSON. The manifest is indented, its keys sorted but for `checksum`, whi
 
 import base64
 import json
-import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from ckptkit.core.catalog import Extras
 from ckptkit.core.layouts import Layout
 from ckptkit.errors import CorruptionError, FormatError, LayoutError, UnsafeError
 from ckptkit.formats.carried import check_names
-from ckptkit.formats.native_columns import file_name
+from ckptkit.formats.native_columns import RANK_FILE, file_name
 from ckptkit.stores.base import Store
 
 NAME = "manifest.json"
@@ -27,7 +26,6 @@ FORMAT = "ckptkit-native"
 VERSION = 1
 _ZEROS = "0" * 32
 _TAIL = '"\n}\n'
-_FILE = re.compile(r"rank-\d{5,}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +138,7 @@ class Manifest:
 
     def _check(self, path: str) -> None:
         for rank, file in enumerate(self.files):
-            if not isinstance(file.path, str) or not _FILE.fullmatch(file.path):
+            if not isinstance(file.path, str) or not RANK_FILE.fullmatch(file.path):
                 raise UnsafeError(
                     f"{path} names the file {file.path!r}, which no native checkpoint has", file=path
                 )

@@ -99,7 +99,7 @@ def _rows(number: int, header: Header, locals_: Mapping[str, Any], runs: Mapping
     offsets, dtypes = header.begin.tolist(), header.dtype.tolist()
     for name, shape, offset, dtype in zip(header.names, header.shapes, offsets, dtypes, strict=True):
         key, _, role = name.rpartition("/")
-        if key == "__pad":
+        if key == "__pad" and role.isdigit():
             continue
         code = ROLE_CODE.get(role.partition("#")[0])
         item = locals_.get(key)

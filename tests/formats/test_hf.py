@@ -89,7 +89,7 @@ def test_every_shard_opens_in_the_reference_reader(sharded: tuple[Truth, Path]) 
     _, root = sharded
     names = sorted(path.name for path in root.glob("*.safetensors"))
 
-    held = {}
+    held: dict[str, str] = {}
     for name in names:
         with safe_open(root / name, "pt") as file:
             assert file.metadata() == {"format": "pt"}

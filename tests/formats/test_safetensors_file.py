@@ -223,7 +223,10 @@ ENTRIES = st.fixed_dictionaries(
         "data_offsets": st.one_of(st.lists(NUMBERS, min_size=2, max_size=2), st.lists(NUMBERS, max_size=3)),
     }
 )
-TABLES = st.dictionaries(
+ANYTHING: st.SearchStrategy[Any] = st.one_of(
+    NUMBERS, st.lists(NUMBERS, max_size=3), st.sampled_from(sorted(BY_SAFETENSORS))
+)
+TABLES: st.SearchStrategy[dict[str, Any]] = st.dictionaries(
     st.sampled_from(["a", "b", "c", "__metadata__", ""]),
     st.one_of(ENTRIES, NUMBERS, st.dictionaries(st.text(), st.text())),
 )
@@ -245,12 +248,11 @@ def nearly_good(draw: st.DrawFn) -> bytes:
         size = size // 2 if code == "F4" else size
         members[name] = tensor(offset, offset + size, shape, code)
         offset += size
-    if members and draw(st.booleans()):
+    wrong = draw(st.booleans())
+    if members and wrong:
         chosen = members[draw(st.sampled_from(sorted(members)))]
         field = draw(st.sampled_from(["dtype", "shape", "data_offsets"]))
-        chosen[field] = draw(
-            st.one_of(NUMBERS, st.lists(NUMBERS, max_size=3), st.sampled_from(sorted(BY_SAFETENSORS)))
-        )
+        chosen[field] = draw(ANYTHING)
     content = bytearray(file_of(members, bytes(offset + draw(st.sampled_from([0, 0, 0, 1])))))
     for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
         content[draw(st.integers(0, len(content) - 1))] = draw(st.integers(0, 255))

@@ -36,8 +36,6 @@ from ckptkit.stores.durable import UnfinishedFolder, check_target
 
 Progress = Callable[[int, int], None]
 
-_SYNC_EVERY_S = 1.0
-
 
 @dataclass
 class RunResult:
@@ -94,6 +92,7 @@ def run(
     overwrite: bool = False,
     progress: Progress | None = None,
     verify_source: bool = True,
+    sync_every_s: float = 1.0,
 ) -> RunResult:
     """Write the destination of `plan` at `target`, which appears whole or not at all.
 
@@ -113,6 +112,7 @@ def run(
         progress: Called on this thread about ten times a second with bytes done and in all.
         verify_source: Compare every leaf that is read with its digest, where the source has digests. Files that are
             copied whole are checked too; their digests are taken over.
+        sync_every_s: At most about so much work is lost when the machine stops.
 
     Raises:
         UsageError: an argument that makes no sense.
@@ -148,7 +148,7 @@ def run(
         sources.note_identities(np.unique(np.concatenate(used)))
         if pairs is not None and len(pairs):
             job.compare(pairs)
-        job.write(restart, overwrite)
+        job.write(restart, overwrite, sync_every_s)
     except KeyboardInterrupt:
         done = (
             f"{job.durable_bytes:,} of {job.total:,} bytes are durable"
@@ -203,7 +203,7 @@ class _Job:
         self._run(comparer, shape, lambda: None)
         self.result.compared_bytes = comparer.compared
 
-    def write(self, restart: bool, overwrite: bool) -> None:
+    def write(self, restart: bool, overwrite: bool, sync_every_s: float) -> None:
         """Write, commit, and fill in the result."""
         plan = plan_hash(self.copies, self.destination)
         source = xxhash.xxh3_128_hexdigest(repr(sorted(self.sources.identities.items())).encode())
@@ -212,7 +212,7 @@ class _Job:
         name = xxhash.xxh3_64_hexdigest((plan + source).encode())[:12]
         folder = UnfinishedFolder(self.target, name, overwrite=overwrite, note=notes.append)
         try:
-            self._write(folder, Journal(folder.path, plan, source), restart)
+            self._write(folder, Journal(folder.path, plan, source), restart, sync_every_s)
         except (StoreError, KeyboardInterrupt):
             raise  # what is durable stays, for the next call
         except CkptError:
@@ -221,7 +221,7 @@ class _Job:
         finally:
             folder.close()
 
-    def _write(self, folder: UnfinishedFolder, journal: Journal, restart: bool) -> None:
+    def _write(self, folder: UnfinishedFolder, journal: Journal, restart: bool, sync_every_s: float) -> None:
         result, destination = self.result, self.destination
         direct = not folder.in_memory if self.direct == "auto" else bool(self.direct)
         outputs = Outputs(folder, destination, direct)
@@ -231,18 +231,16 @@ class _Job:
         outputs.restore(durable or [])
         shape = self._shape(direct)
         try:
-            if not folder.resumed:
-                try:
-                    folder.check_space(self.total)
-                except StoreError:
-                    folder.discard()
-                    raise
-            else:
+            try:
                 folder.check_space(self.total)
+            except StoreError:
+                if not durable:
+                    folder.discard()
+                raise
             journal.start(durable or [])
             cloned = copy_unchanged(self.plan, destination, self.copies, self.sources, outputs)
             result.cloned_bytes = sum(int(outputs.sizes[number]) for number in cloned)
-            self._assemble(outputs, journal, shape, cloned)
+            self._assemble(outputs, journal, shape, cloned, sync_every_s)
             outputs.apply_fixups()
             outputs.sync_all()
             self.sources.check_unchanged()
@@ -259,7 +257,9 @@ class _Job:
             journal.close()
             outputs.files.close()
 
-    def _assemble(self, outputs: Outputs, journal: Journal, shape: _Shape, cloned: list[int]) -> None:
+    def _assemble(
+        self, outputs: Outputs, journal: Journal, shape: _Shape, cloned: list[int], sync_every_s: float
+    ) -> None:
         """Write every slab that is not durable yet."""
         result = self.result
         slabs = Grid(outputs.sizes, outputs.origins, shape.slab)
@@ -277,7 +277,7 @@ class _Job:
             self.stop,
             outputs,
         )
-        syncer = _Syncer(writer, journal, self.stop)
+        syncer = _Syncer(writer, journal, self.stop, sync_every_s)
         syncer.start()
         try:
             self._run(writer, shape, lambda: self.progress(base + writer.done_bytes, self.total))
@@ -321,17 +321,18 @@ class _Job:
 
 
 class _Syncer(threading.Thread):
-    """Makes complete segments durable, about once a second."""
+    """Makes complete segments durable, now and then."""
 
-    def __init__(self, writer: Writer, journal: Journal, stop: threading.Event) -> None:
+    def __init__(self, writer: Writer, journal: Journal, stop: threading.Event, every_s: float) -> None:
         super().__init__(name="syncer", daemon=True)
+        self._every_s = every_s
         self._writer, self._journal, self._stop_run = writer, journal, stop
         self._end = threading.Event()
         self._error: Exception | None = None
         self.bytes = 0
 
     def run(self) -> None:
-        while not self._end.wait(_SYNC_EVERY_S):
+        while not self._end.wait(self._every_s):
             self._sync()
 
     def _sync(self) -> None:

@@ -143,6 +143,7 @@ class UnfinishedFolder:
         identity: Hexadecimal text that names what is written; equal for runs that may continue each other.
         overwrite: Whether `target` may exist; it is replaced at `commit`.
         note: Told what was found and thrown away.
+        swap: Exchanges two paths in one step; gives False where the system cannot.
 
     Attributes:
         path: Of the unfinished folder.
@@ -161,7 +162,7 @@ class UnfinishedFolder:
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.target = os.path.abspath(target)
-        self.overwrite = overwrite
+        self.overwrite, self._swap = overwrite, swap
         self.parent, self.name = os.path.split(self.target)
         self.path = os.path.join(self.parent, f".{self.name}.{identity}.unfinished")
         self._lock = -1
@@ -273,7 +274,227 @@ class UnfinishedFolder:
         try:
             if os.path.lexists(self.target) and os.listdir(self.target):
                 old = self.path
-                if not exchange(self.path, self.target):
+                if not self._swap(self.path, self.target):
+                    # Two steps where one is impossible. A crash in between leaves both folders, each whole.
+                    old = f"{self.path[: -len('.unfinished')]}.replaced.unfinished"
+                    os.rename(self.target, old)
+                    os.rename(self.path, self.target)
+            else:
+                os.rename(self.path, self.target)
+            _sync_folder(self.parent)
+        except OSError as error:
+            raise write_fault(self.target, "put in place", error) from error
+        finally:
+            self.close()
+        if old:
+            try:
+                shutil.rmtree(old)
+            except OSError as error:
+                raise StoreError(
+                    f"{self.target} is complete, but the folder it replaced cannot be removed: {error}. Remove {old}",
+                    file=old,
+                ) from error
+
+    def discard(self) -> None:
+        """Remove the folder and all in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the lock; the folder stays."""
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
+
+
+def check_target(target: str, overwrite: bool) -> None:
+    """Raise StoreError when `target` cannot become a new folder. An empty folder is no obstacle."""
+    try:
+        found = os.lstat(target)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise write_fault(target, "look at", error) from error
+    if not stat.S_ISDIR(found.st_mode):
+        what = "a link" if stat.S_ISLNK(found.st_mode) else "no folder"
+        raise StoreError(
+            f"{target} exists and is {what}; remove it or choose another destination", file=target
+        )
+    try:
+        empty = not os.listdir(target)
+    except OSError as error:
+        raise write_fault(target, "look at", error) from error
+    if not empty and not overwrite:
+        raise StoreError(f"{target} exists; choose another destination or give --overwrite", file=target)
+
+
+def _lock(folder: str) -> int:
+    """An open, exclusively locked descriptor of a folder. Raises StoreError while another process holds it."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            os.close(fd)
+            raise StoreError(
+                f"another run is writing {folder}; wait for it to end, or stop it", file=folder
+            ) from error
+        # The file system has no locks (some network ones): go on without.
+    return fd
+
+
+def _sync_folder(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF):  # file systems that cannot sync a folder
+            raise
+    finally:
+        os.close(fd)
+
+
+def _allocated(folder: str) -> int:
+    total = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(path, name)).st_blocks * 512
+            except OSError:
+                continue
+    return total
+
+
+def _address(data: memoryview) -> int:
+    return int(np.frombuffer(data, np.uint8).ctypes.data)
+
+
+def _write_all(fd: int, offset: int, data: memoryview) -> None:
+    done = os.pwrite(fd, data, offset)
+    while done < data.nbytes:
+        done += os.pwrite(fd, data[done:], offset + done)    def __init__(
+        self,
+        target: str,
+        identity: str,
+        *,
+        overwrite: bool = False,
+        note: Callable[[str], None] = lambda text: None,
+        swap: Callable[[str, str], bool] = exchange,
+    ) -> None:
+        self.target = os.path.abspath(target)
+        self.overwrite, self._swap = overwrite, swap
+        self.parent, self.name = os.path.split(self.target)
+        self.path = os.path.join(self.parent, f".{self.name}.{identity}.unfinished")
+        self._lock = -1
+        check_target(self.target, overwrite)
+        try:
+            os.makedirs(self.parent, exist_ok=True)
+            self._clear_others(note)
+            self.resumed = os.path.isdir(self.path)
+            if not self.resumed:
+                os.mkdir(self.path)
+            self._lock = _lock(self.path)
+        except FileExistsError as error:
+            raise StoreError(f"{self.path} is in the way; remove it", file=self.path) from error
+        except OSError as error:
+            raise write_fault(self.path, "create", error) from error
+        self.file_system = file_system(self.path)
+        self.in_memory = self.file_system in MEMORY_FILE_SYSTEMS
+
+    def _clear_others(self, note: Callable[[str], None]) -> None:
+        """Remove what runs with other arguments left for the same target; they cannot continue it any more."""
+        ours = re.compile(rf"\.{re.escape(self.name)}\.[0-9a-f]+(\.replaced)?\.unfinished")
+        with os.scandir(self.parent) as found:
+            others = [
+                (e.path, match) for e in found if (match := ours.fullmatch(e.name)) and e.path != self.path
+            ]
+        for other, match in others:
+            if match.group(1) and not os.path.isdir(self.target):
+                continue  # a whole folder, set aside by a run that stopped between its two renames
+            lock = _lock(other)
+            try:
+                note(f"removed {other}, left by an interrupted run with other arguments or another source")
+                shutil.rmtree(other)
+            finally:
+                os.close(lock)
+
+    def file(self, path: str, size: int, direct: bool) -> OutFile:
+        """Create, or open again, one file of `size` bytes; `path` is relative, with `/`."""
+        full = os.path.join(self.path, *path.split("/"))
+        folder = os.path.dirname(full)
+        if folder != self.path:
+            try:
+                os.makedirs(folder, exist_ok=True)
+            except OSError as error:
+                raise write_fault(folder, "create", error) from error
+        return OutFile(full, size, direct=direct, memory=self.in_memory)
+
+    def file_size(self, path: str) -> int:
+        """Bytes of a file in the folder, or -1 where there is none."""
+        try:
+            return os.lstat(os.path.join(self.path, *path.split("/"))).st_size
+        except OSError:
+            return -1
+
+    def write_small(self, path: str, content: bytes) -> None:
+        """Write a whole small file and make it durable."""
+        file = self.file(path, len(content), direct=False)
+        try:
+            if content:
+                file.write(0, memoryview(content))
+            file.sync()
+        finally:
+            file.close()
+
+    def check_space(self, needed: int) -> None:
+        """Raise StoreError when the file system has not `needed` bytes free, beside what this folder holds already."""
+        try:
+            system = os.statvfs(self.path)
+        except OSError as error:
+            raise write_fault(self.path, "look at", error) from error
+        free = system.f_bavail * system.f_frsize
+        have = _allocated(self.path)
+        if needed > free + have:
+            raise StoreError(
+                f"{self.target} needs {needed:,} bytes, but {self.parent} has {free + have:,} free. Free some space or "
+                "choose another destination; nothing was written",
+                file=self.target,
+                needed=needed,
+                free=free + have,
+            )
+
+    def restart(self) -> None:
+        """Throw away what is in the folder."""
+        try:
+            for entry in os.scandir(self.path):
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                else:
+                    os.unlink(entry.path)
+        except OSError as error:
+            raise write_fault(self.path, "clear", error) from error
+
+    def sync_folders(self) -> None:
+        """Make the names of all files durable."""
+        try:
+            for folder, _, _ in os.walk(self.path):
+                _sync_folder(folder)
+        except OSError as error:
+            raise write_fault(self.path, "sync", error) from error
+
+    def commit(self) -> None:
+        """Rename the folder, whose files are durable already, to the target; remove the folder it replaces.
+
+        Raises:
+            StoreError: the target exists and may not be replaced, or the rename failed; nothing is lost.
+        """
+        self.sync_folders()
+        check_target(self.target, self.overwrite)
+        old = ""
+        try:
+            if os.path.lexists(self.target) and os.listdir(self.target):
+                old = self.path
+                if not self._swap(self.path, self.target):
                     # Two steps where one is impossible. A crash in between leaves both folders, each whole.
                     old = f"{self.path[: -len('.unfinished')]}.replaced.unfinished"
                     os.rename(self.target, old)

@@ -32,7 +32,7 @@ from ckptkit.formats.dcp_metadata import (
     Index,
     Item,
     Stored,
-    check_sizes,
+    check_files,
     metadata_files,
     rank_of,
     read_index,
@@ -63,7 +63,7 @@ class DcpFormat(Format):
 
     def read(self, store: Store, options: ReadOptions = ReadOptions()) -> Catalog:
         index = read_index(store)
-        check_sizes(store, index)
+        check_files(store, index)
         warnings: list[str] = []
         files = carried(store, warnings)
         model = model_of(model_config.read_config(files, options, store.url), options, store.url)

@@ -303,30 +303,48 @@ def rank_of(path: str) -> int:
     return int(match[1]) if match else -1
 
 
-def check_sizes(store: Store, index: Index) -> None:
-    """Raise FormatError for the first item that reaches past its file's end, or a file that goes on after its last."""
+def check_files(store: Store, index: Index) -> None:
+    """Compare the index with the files' sizes.
+
+    Raises:
+        FormatError: an item reaches past its file's end, two boxes lie in one item, or a file goes on after its last item.
+    """
     sizes = {path: store.size(path) for path in index.files}
     ends = dict.fromkeys(sizes, 0)
+    owners: dict[Item, str] = {}
 
     def check(key: str, items: Iterable[Item | None]) -> None:
         for item in items:
-            if item is not None:
-                ends[item.path] = max(ends[item.path], item.offset + item.length)
-            if item is not None and item.offset + item.length > sizes[item.path]:
+            if item is None:
+                continue
+            end = item.offset + item.length
+            ends[item.path] = max(ends[item.path], end)
+            if end > sizes[item.path]:
                 raise FormatError(
-                    f"{item.path} has {sizes[item.path]} bytes, but {key!r} should be at {item.offset}:"
-                    f"{item.offset + item.length}. It is truncated, or of another checkpoint; restore it",
+                    f"{item.path} has {sizes[item.path]} bytes, but {key!r} should be at {item.offset}:{end}. It is truncated, "
+                    "or of another checkpoint; restore it",
                     file=item.path,
                     tensor=key,
                 )
+            if item in owners:
+                raise FormatError(
+                    f"{key!r} and {owners[item]!r} both lie at byte {item.offset} of {item.path}, which one save never does",
+                    file=item.path,
+                    tensor=key,
+                )
+            owners[item] = key
 
     for key, tensor in index.tensors.items():
-        check(key, (chunk.item for chunk in tensor.chunks))
+        check(key, (chunk.item for chunk in tensor.chunks if 0 not in chunk.sizes))
     for key, item in index.objects.items():
         check(key, (item,))
+    for tensor in index.tensors.values():
+        for chunk in tensor.chunks:
+            if chunk.item is not None and 0 in chunk.sizes:
+                ends[chunk.item.path] = max(ends[chunk.item.path], chunk.item.offset + chunk.item.length)
     for path, end in ends.items():
         if sizes[path] != end:
             raise FormatError(
-                f"{path} goes on for {sizes[path] - end} bytes after its last item. It is of another save; restore it",
+                f"{path} has {sizes[path]} bytes, but its last item ends at {end}. It is of another save; restore it",
                 file=path,
             )

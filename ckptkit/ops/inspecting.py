@@ -207,6 +207,11 @@ def inspect(
         everything: One row a tensor, and extras in full.
     """
     source = open(url, format=format, layout=layout, model=model, config=config)
+    return inspection(source, everything=everything)
+
+
+def inspection(source: Source, *, everything: bool = False) -> Inspection:
+    """As `inspect`, of a checkpoint that is open already (on a store of the caller's)."""
     catalog = source.catalog
     held = catalog.held
     data = sum(_size(catalog, name) * dtype.itemsize for (name, _), dtype in held.items())

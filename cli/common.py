@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ckptkit.cli import show
 from ckptkit.cli.failures import plain
 from ckptkit.cli.values import DTYPE, FORMAT, LAYOUT, MODEL, NAMES, PLACE, SIZE
 
@@ -150,4 +151,4 @@ def print_json(kind: str, found: Mapping[str, Any]) -> None:
 def notes(texts: Iterable[str]) -> None:
     """Tell the user what is no data: on standard error."""
     for text in texts:
-        click.echo(text, err=True)
+        show.tell(text)

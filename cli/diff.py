@@ -91,12 +91,12 @@ def _print(report: "DiffReport") -> None:
         click.echo()
     show.fields(
         [
-            ("only in A", "\n".join(report.only_a)),
-            ("only in B", "\n".join(report.only_b)),
-            ("shapes", "\n".join(report.shapes)),
-            ("dtypes", "\n".join(report.dtypes)),
-            ("extras", "\n".join(report.extras)),
-            ("config", "\n".join(report.config)),
+            ("only in A", show.some(report.only_a)),
+            ("only in B", show.some(report.only_b)),
+            ("shapes", show.some(report.shapes)),
+            ("dtypes", show.some(report.dtypes)),
+            ("extras", show.some(report.extras)),
+            ("config", show.some(report.config)),
         ]
     )
     click.echo(_verdict(report))

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from ckptkit.cli import show
 from ckptkit.errors import CkptError, InterruptedRunError
 
 INTERNAL = 70
@@ -48,8 +49,7 @@ def report(error: BaseException, args: Sequence[str]) -> int:
             click.echo(f"Try '{usage.ctx.command_path} --help' for help.\n", err=True)
         label = "interrupted:" if code == InterruptedRunError.exit_code else "error:"
         message = message.removeprefix("interrupted; ")
-        colour = False if os.environ.get("NO_COLOR") else None
-        click.echo(f"{click.style(label, fg='red', bold=True)} {message}", err=True, color=colour)
+        show.tell(f"{click.style(label, fg='red', bold=True)} {message}")
         if as_json:
             found = {"schema": 1, "error": {"kind": kind, "message": message, "facts": facts}}
             click.echo(json.dumps(found))

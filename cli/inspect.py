@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ckptkit.ops.inspecting import EntryRow, Inspection, PieceRow
 
 _MOST_VALUES = 1 << 20
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
 @click.command(short_help="Show what a checkpoint holds, and where.")
@@ -134,18 +135,16 @@ def _print_summary(found: "Inspection") -> None:
         (
             show.Column("tensor", cut=36),
             show.Column("×", right=True),
-            show.Column("axes", cut=20, spare=1),
+            show.Column("shape", cut=20, spare=1),
             show.Column("roles", cut=20, spare=2),
             show.Column("size", right=True),
         )
     )
+    wide = (show.terminal_width() or 120) >= 120  # room for the names of axes
     for row in found.tensors:
-        axes = (
-            " ".join(f"{axis}={size}" for axis, size in zip(row.axes, row.shape, strict=True))
-            if row.axes
-            else ""
-        )
-        shape = axes or "×".join(map(str, row.shape)) or "scalar"
+        shape = "×".join(map(str, row.shape)) or "scalar"
+        if row.axes and wide:
+            shape = " ".join(f"{axis}={size}" for axis, size in zip(row.axes, row.shape, strict=True))
         tensors.add(
             row.pattern,
             show.count(row.count) if row.count > 1 else "",
@@ -160,18 +159,16 @@ def _print_summary(found: "Inspection") -> None:
 
 
 def _extra(name: str, value: Any) -> str:
-    if name == "step":
-        return name
     if isinstance(value, (list, dict)):
         return f"{name} ({len(value)})"
-    return name
+    return f"{name} ({value})" if isinstance(value, str) and len(value) <= 24 else name
 
 
 def _roles(roles: dict[str, str]) -> str:
-    """`bfloat16 param, float32 master exp_avg exp_avg_sq`."""
+    """`bf16 param, fp32 master exp_avg exp_avg_sq`."""
     by_dtype: dict[str, list[str]] = {}
     for role, dtype in roles.items():
-        by_dtype.setdefault(dtype, []).append(role)
+        by_dtype.setdefault(_SHORT.get(dtype, dtype), []).append(role)
     return ", ".join(f"{dtype} {' '.join(names)}" for dtype, names in by_dtype.items())
 
 
@@ -188,12 +185,22 @@ def _print_entries(rows: "list[EntryRow]", rank: int | None) -> None:
             show.Column("size", right=True),
         )
     )
+    files = sorted({row.file for row in rows})
     for row in rows:
         shape = "×".join(map(str, row.local_shape)) or "scalar"
         part = f"{row.first}:{row.last}"
         table.add(
-            row.key, row.role, row.dtype, shape, part, row.file, str(row.offset), show.nbytes(row.nbytes)
+            row.key,
+            row.role,
+            row.dtype,
+            shape,
+            part,
+            row.file if len(files) > 1 else "",
+            str(row.offset),
+            show.nbytes(row.nbytes),
         )
+    if len(files) == 1:
+        click.echo(files[0])
     if table.rows:
         table.echo()
     size = show.nbytes(sum(row.nbytes for row in rows))

@@ -31,24 +31,25 @@ def ls(run: str, as_json: bool) -> None:
             show.Column("size", right=True),
             show.Column("files", right=True, spare=3),
             show.Column("format", spare=2),
-            show.Column("layout", cut=20, spare=1),
+            show.Column("layout", cut=40, spare=1),
             show.Column("state"),
-            show.Column("", cut=20),
         )
     )
     for step in found.steps:
         table.add(
             (step.name, "dim") if step.temporary else step.name,
-            show.duration(step.age_s),
+            show.age(step.age_s),
             show.nbytes(step.nbytes),
             show.count(step.files),
             step.format,
             step.layout,
             (step.state, STATE_STYLE.get(step.state, "")),
-            step.why,
         )
     if table.rows:
         table.echo()
+    for step in found.steps:
+        if step.why:
+            click.echo(f"{step.name}: {step.why}")
     notes(found.warnings)
     whole = sum(step.state == "whole" for step in found.steps)
     size = show.nbytes(sum(step.nbytes for step in found.steps))

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
+from typing import TextIO
 
 import click
 
@@ -76,11 +77,24 @@ def duration(seconds: float) -> str:
     raise AssertionError
 
 
-def number(value: float) -> str:
-    """A number with four digits, as tables show it; NaN and infinities by name."""
+def age(seconds: float) -> str:
+    """A time in its largest unit, as lists show it: `41 s`, `3 min`, `2 h`, `4 d`."""
+    return (
+        " ".join(duration(max(0.0, seconds)).split()[:2]) if seconds >= 59.5 else f"{max(0.0, seconds):.0f} s"
+    )
+
+
+def some(rows: Sequence[str], most: int = 12) -> str:
+    """The first rows, a line each, and how many more there are."""
+    hidden = len(rows) - most
+    return "\n".join([*rows[:most], f"… and {count(hidden)} more (--json has all)"] if hidden > 1 else rows)
+
+
+def number(value: float, digits: int = 4) -> str:
+    """A number with a few digits, as tables show it; NaN and infinities by name."""
     if not isfinite(value):
         return str(value)
-    return "0" if value == 0 else f"{value:.4g}"
+    return "0" if value == 0 else f"{value:.{digits}g}"
 
 
 def share(part: float, whole: float) -> str:
@@ -95,9 +109,9 @@ def _three(value: float) -> str:
     return f"{value:.2f}" if abs(value) < 9.995 else f"{value:.1f}" if abs(value) < 99.95 else f"{value:.0f}"
 
 
-def terminal_width() -> int | None:
-    """Columns of the terminal that standard output is, or None where it is none: then nothing is cut."""
-    if not sys.stdout.isatty():
+def terminal_width(stream: TextIO | None = None) -> int | None:
+    """Columns of the terminal that a stream (standard output unless given) is, or None where it is none."""
+    if not (stream or sys.stdout).isatty():
         return None
     return max(20, shutil.get_terminal_size((80, 24)).columns)
 
@@ -221,12 +235,13 @@ def fields(pairs: Iterable[tuple[str, str]]) -> None:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Lines of at most `width` columns, broken at spaces where there are any."""
+    """Lines of at most `width` columns, broken at spaces where there are any; escapes of styles take no room."""
     lines: list[str] = []
     for paragraph in text.split("\n"):
         line = ""
         for word in re.findall(r"\S+|\s+", paragraph):
-            if len(line) + len(word.rstrip()) > width and line.strip():
+            room = width - len(click.unstyle(line))
+            if len(click.unstyle(word).rstrip()) > room and line.strip():
                 lines.append(line.rstrip())
                 line = "" if word.isspace() else word
             else:
@@ -235,6 +250,8 @@ def wrap(text: str, width: int) -> list[str]:
     return lines
 
 
-def no_color() -> bool:
-    """Whether the user asked for no colour (https://no-color.org)."""
-    return bool(os.environ.get("NO_COLOR"))
+def tell(text: str) -> None:
+    """Print on standard error what is no data: notes and errors. On a terminal lines break at spaces."""
+    width = terminal_width(sys.stderr)
+    colour = False if os.environ.get("NO_COLOR") else None
+    click.echo(text if width is None else "\n".join(wrap(text, width)), err=True, color=colour)

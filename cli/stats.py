@@ -32,13 +32,14 @@ def stats(url: str, sick: bool, as_json: bool, **options: Any) -> None:
         print_report(report)
         return
     notes(report.notes)
-    numbers = [show.Column(title, right=True) for title in ("min", "max", "mean", "rms")]
+    spare = {"min": 1, "max": 0, "mean": 2, "rms": 0}
+    numbers = [show.Column(title, right=True, spare=order) for title, order in spare.items()]
     table = show.Table(
         (
             show.Column("tensor", cut=36),
             show.Column("role"),
-            show.Column("dtype", spare=2),
-            show.Column("elements", right=True, spare=1),
+            show.Column("dtype", spare=4),
+            show.Column("elements", right=True, spare=3),
             *numbers,
             show.Column("NaN", right=True),
             show.Column("Inf", right=True),
@@ -48,7 +49,7 @@ def stats(url: str, sick: bool, as_json: bool, **options: Any) -> None:
     ill = set(report.sick)
     for row in report.tensors:
         style = "red" if f"{row.tensor}/{row.role}" in ill else ""
-        found = ("" if x is None else show.number(x) for x in (row.min, row.max, row.mean, row.rms))
+        found = ("" if x is None else show.number(x, 3) for x in (row.min, row.max, row.mean, row.rms))
         table.add(
             (row.tensor, style),
             row.role,

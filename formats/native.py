@@ -9,6 +9,7 @@
 Bytes are written down in docs/formats/native.md. Opening reads manifest and index only, and asks each rank file's size.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -122,6 +123,7 @@ class NativeFormat(Format):
             raise LayoutError("native checkpoints have a layout; give one with --layout")
         check_writable({TABLE[code] for code in np.unique(shards.entries.dtype)}, "native")
         check_extras(shards.extras, layout)
+        _check_facts(shards, options.facts)
         entries, pads, sizes = _place(shards)
         files = [File(file_name(rank), rank=rank) for rank in range(layout.world)]
         schema = shards.model.schema.id if shards.model is not None else None
@@ -147,6 +149,21 @@ class NativeFormat(Format):
     def missing_ranks(self, store: Store) -> Sequence[int]:
         """Ranks without a rank file or without its digests, which follow it; the world is what any digest file says."""
         return missing_ranks_of(store)
+
+
+def _check_facts(shards: Catalog, facts: Mapping[str, Any]) -> None:
+    """Raise LayoutError, before any byte moves, for what the manifest could not say."""
+    try:
+        json.dumps(
+            [shards.model.config if shards.model is not None else None, facts.get("lineage")], allow_nan=False
+        )
+        valid = len(bytes.fromhex(str(facts.get("incarnation", "")))) in (0, 16)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise LayoutError(
+            f"the manifest cannot hold configuration, lineage or incarnation: {error}"
+        ) from None
+    if not valid:
+        raise LayoutError(f"an incarnation is 32 hex digits, not {facts['incarnation']!r}")
 
 
 def _place(shards: Catalog) -> tuple[Entries, tuple[I64, I64, I64], I64]:

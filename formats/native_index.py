@@ -15,11 +15,13 @@ import io
 import json
 import zipfile
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.core.boxes import MAX_ELEMENTS
 from ckptkit.core.catalog import ROLES, Entries
 from ckptkit.core.dtypes import TABLE
 from ckptkit.core.schema import Tensor
@@ -93,8 +95,11 @@ def _npy(array: _Array) -> bytes:
 def parse_index(path: str, data: bytes) -> Columns:
     """The columns of an index file whose hash was checked. Raises FormatError where it does not make sense."""
     try:
-        with np.load(io.BytesIO(data), allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                raise ValueError("it is compressed, which no writer does")
+        with np.load(io.BytesIO(data), allow_pickle=False) as loaded:
+            arrays = {name: _flat(loaded[name]) for name in loaded.files}
         meta = json.loads(arrays["meta"].tobytes())
         if meta["version"] != VERSION:
             raise FormatError(
@@ -117,6 +122,12 @@ def parse_index(path: str, data: bytes) -> Columns:
         raise FormatError(
             f"{path} is no index that makes sense ({error}); delete it to read the ranks' headers", file=path
         ) from None
+
+
+def _flat(array: _Array) -> _Array:
+    if array.ndim != 1 or array.dtype.kind not in "ui":
+        raise ValueError(f"an array of {array.dtype} {array.shape}")
+    return array
 
 
 def _columns(meta: Mapping[str, Any], arrays: Mapping[str, _Array]) -> Columns:
@@ -160,37 +171,47 @@ def _columns(meta: Mapping[str, Any], arrays: Mapping[str, _Array]) -> Columns:
 def check(columns: Columns) -> None:
     """Raise ValueError where numbers point to nothing, or boxes and entries leave what holds them."""
     parts, entries = columns.parts, columns.entries
-    sizes = np.asarray([int(np.prod(shape, dtype=np.int64)) for shape in columns.shapes], np.int64)
-    rules = (
-        (len(columns.keys) == len(columns.shapes), "local tensors have no shape"),
-        (
-            _below(parts.local, len(columns.keys))
-            and bool(np.all(np.diff(parts.local.astype(np.int64)) >= 0)),
-            "segments",
-        ),
+    plain_sizes = [prod(shape) for shape in columns.shapes]
+    for holds, what in (
+        (len(columns.keys) == len(columns.shapes), "local tensors"),
+        (all(isinstance(key, str) for key in columns.keys), "names"),
+        (all(n >= 0 for shape in columns.shapes for n in shape), "shapes"),
+        (max(plain_sizes, default=0) <= MAX_ELEMENTS, "shapes"),
+        (_below(parts.local, len(columns.keys)) and _sorted(parts.local), "segments"),
+        (_below(parts.tensor, len(columns.tensors)), "segments"),
         (_below(entries.local, len(columns.keys)) and _below(entries.file, len(columns.ranks)), "entries"),
         (_below(entries.role, len(ROLES)) and _below(entries.dtype, len(TABLE)), "roles or dtypes"),
-        (bool(np.all(np.diff(entries.file.astype(np.int64)) >= 0)), "order of entries"),
-    )
-    for holds, what in rules:
+        (_sorted(entries.file), "order of entries"),
+        (bool(np.all((columns.data_starts >= 8) & (columns.data_starts <= columns.sizes))), "sizes of files"),
+    ):
         if not holds:
             raise ValueError(f"{what} out of range or order")
+    sizes = np.asarray(plain_sizes, np.int64)
     width = parts.stop.shape[1]
     table = np.asarray([(*t.shape, *(1,) * (width - len(t.shape))) for t in columns.tensors], np.int64)
     shapes = table.reshape(len(columns.tensors), width)[parts.tensor]
     inside = (parts.start >= 0) & (parts.start <= parts.stop) & (parts.stop <= shapes)
-    last = parts.offset + (np.maximum(parts.stop - parts.start - 1, 0) * parts.strides).sum(axis=1)
+    # In floating point, too, where products cannot wrap round.
+    steps = np.maximum(parts.stop - parts.start - 1, 0)
+    last = parts.offset + (steps * parts.strides).sum(axis=1)
+    about = parts.offset + (steps.astype(np.float64) * parts.strides).sum(axis=1)
     empty = np.any(parts.stop == parts.start, axis=1)
-    fits = (parts.offset >= 0) & (last < sizes[parts.local]) & np.all(parts.strides >= 0, axis=1)
-    if not (inside.all() and (fits | empty).all()):
+    fits = (parts.offset >= 0) & (last < sizes[parts.local]) & (about <= MAX_ELEMENTS)
+    if not (inside.all() and (parts.strides >= 0).all() and (fits | empty).all()):
         raise ValueError("a segment leaves its tensor")
     if not np.all(
         (entries.first >= 0) & (entries.first <= entries.last) & (entries.last <= sizes[entries.local])
     ):
         raise ValueError("an entry leaves its local tensor")
     room = (columns.sizes - columns.data_starts)[entries.file]
-    if not np.all((entries.offset >= 0) & (entries.offset + entries.nbytes <= room)):
+    if not np.all(
+        (entries.offset >= 0) & (entries.offset <= room) & (entries.nbytes <= room - entries.offset)
+    ):
         raise ValueError("an entry leaves its file")
+
+
+def _sorted(column: _Array) -> bool:
+    return bool(np.all(np.diff(column.astype(np.int64)) >= 0))
 
 
 def _below(column: _Array, limit: int) -> bool:

@@ -28,6 +28,12 @@ _ZEROS = "0" * 32
 _TAIL = '"\n}\n'
 
 
+_KINDS: dict[str, tuple[type, ...]] = {
+    "index": (str,), "names": (str,), "schema": (str, type(None)), "model": (dict, type(None)), "step": (int, type(None)),
+    "epoch": (int,), "incarnation": (str,), "lineage": (list,),
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class RankFile:
     """One rank's files, as the manifest lists them. Digests are 32 hex digits."""
@@ -131,12 +137,15 @@ class Manifest:
                     for name in ("names", "schema", "model", "step", "epoch", "incarnation", "lineage")
                 },
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FormatError(f"{path} does not make sense: {error}", file=path) from None
         found._check(path)
         return found
 
     def _check(self, path: str) -> None:
+        for name, kinds in _KINDS.items():
+            if type(getattr(self, name)) not in kinds:
+                raise FormatError(f"{path}: {name} is {getattr(self, name)!r}", file=path)
         for rank, file in enumerate(self.files):
             if not isinstance(file.path, str) or not RANK_FILE.fullmatch(file.path):
                 raise UnsafeError(
@@ -193,6 +202,7 @@ def extras_bytes(extras: Extras, layout: Layout, rank: int) -> bytes:
 
 def check_extras(extras: Extras, layout: Layout) -> None:
     """Raise LayoutError, before any byte moves, for extras that `extras_bytes` could not write."""
+    check_names(extras.files)
     known = {coordinate_name(layout, rank) for rank in range(layout.world)}
     strange = sorted(extras.by_coordinate.keys() - known)
     if strange:

@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ckptkit.core.catalog import I64, ITEMSIZE, U8
-from ckptkit.core.dtypes import BY_SAFETENSORS, TABLE, DType
+from ckptkit.core.boxes import MAX_ELEMENTS
+from ckptkit.core.catalog import I64, U8
+from ckptkit.core.dtypes import BY_SAFETENSORS, DType
 from ckptkit.errors import FormatError, LayoutError
 from ckptkit.stores.base import Store
 
@@ -25,7 +26,6 @@ HEADER_LIMIT = 100_000_000
 """Bytes of JSON that the reference reader accepts."""
 
 _FIRST_READ = 16384
-_TOO_LARGE = 1 << 63
 _F4 = BY_SAFETENSORS["F4"].code  # its shapes count 4-bit elements in a file, bytes everywhere else
 _UNSUPPORTED = frozenset({"C128"})  # in our table, but no reader of safetensors knows it
 _DAMAGED = (
@@ -187,7 +187,7 @@ def _row(path: str, name: str, info: Any, data: int) -> _Row:
         if not shape or shape[-1] % 2:
             fail(f"has the shape {shape}; two {code} elements share a byte, so the last size must be even")
         shape = [*shape[:-1], shape[-1] // 2]
-    if prod(n for n in shape if n) * dtype.itemsize >= _TOO_LARGE:
+    if prod(n for n in shape if n) > MAX_ELEMENTS:
         fail(f"has the shape {_short(shape)}, more elements than can be addressed")
     begin, end = offsets
     if not 0 <= begin <= end <= data:
@@ -304,14 +304,3 @@ def header_bytes(
             f"a header of {total} bytes exceeds the {HEADER_LIMIT} that readers take; use smaller files"
         )
     return (total - 8).to_bytes(8, "little") + text + b" " * (total - 8 - len(text))
-
-
-def pack(sizes: I64, dtypes: U8) -> I64:
-    """Offsets of tensors laid one after the other: bytes from the data's start."""
-    nbytes = sizes * ITEMSIZE[dtypes]
-    return np.cumsum(nbytes) - nbytes
-
-
-def dtype_order(code: int) -> int:
-    """Sort key that puts wide types first, so that every tensor lies at a multiple of its item size."""
-    return -TABLE[code].itemsize

@@ -24,10 +24,11 @@ def test_ls_lists_steps_oldest_first_with_their_state(run: Path) -> None:
     done = invoke("ls", run)
 
     assert done.exit_code == 0, done.output
-    heading, first, second = done.stdout.splitlines()
+    heading, first, second, why = done.stdout.splitlines()
     assert heading.split()[:4] == ["step", "age", "size", "files"]
     assert first.startswith("step-00000010.e0") and "whole" in first and "tp=2,pp=2,dp=2,zero=1" in first
     assert second.startswith("step-00000020.e0") and "unfinished" in second
+    assert why.startswith("step-00000020.e0: ") and "rank 3" in why
 
 
 def test_ls_ends_with_a_summary_line_on_standard_error(run: Path) -> None:

@@ -11,7 +11,6 @@ from ckptkit.core.catalog import LEAF, ROLES, Catalog, Leaves
 from ckptkit.core.destination import Destination, Literal
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.layouts import Layout
-
 from ckptkit.core.schema import Declare, Family, Name, Schema
 from ckptkit.core.shards import shards
 

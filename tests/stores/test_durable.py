@@ -11,7 +11,7 @@ import pytest
 
 from ckptkit.errors import StoreError
 from ckptkit.stores.durable import PAGE, OutFile, UnfinishedFolder
-from ckptkit.stores.system import file_system
+from ckptkit.stores.system import exchange, file_system
 
 
 def names(path) -> list[str]:
@@ -36,8 +36,8 @@ def test_an_old_folder_is_replaced_only_with_overwrite(tmp_path, atomic) -> None
     (tmp_path / "out" / "old").write_text("old")
     with pytest.raises(StoreError, match="exists; choose another destination or give --overwrite"):
         UnfinishedFolder(str(tmp_path / "out"), "ab")
-    swap = {} if atomic else {"swap": lambda one, other: False}
-    folder = UnfinishedFolder(str(tmp_path / "out"), "ab", overwrite=True, **swap)
+    swap = exchange if atomic else lambda one, other: False
+    folder = UnfinishedFolder(str(tmp_path / "out"), "ab", overwrite=True, swap=swap)
     folder.write_small("new", b"new")
     assert names(tmp_path / "out") == ["old"]
 

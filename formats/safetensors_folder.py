@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ckptkit.core.boxes import Box
-from ckptkit.core.catalog import ROLE_CODE, ROLES, Catalog, Entries, Extras, File
+from ckptkit.core.catalog import ROLE_CODE, Catalog, Entries, Extras, File
 from ckptkit.core.destination import Destination, Literal
 from ckptkit.core.dtypes import TABLE
 from ckptkit.core.layouts import Layout
 from ckptkit.core.local import LocalTensor, Segment
 from ckptkit.core.schema import Model, Tensor
-from ckptkit.errors import CkptError, FormatError, LayoutError
+from ckptkit.errors import CkptError, FormatError
 from ckptkit.formats import model_config
 from ckptkit.formats.base import Format, ReadOptions, WriteOptions
 from ckptkit.formats.binding import model_of
@@ -29,11 +29,9 @@ from ckptkit.formats.carried import carried, check_names
 from ckptkit.formats.safetensors_file import (
     HEADER_LIMIT,
     Header,
-    check_writable,
     entry_text,
     header_bytes,
     read_header,
-    written_shape,
 )
 from ckptkit.formats.safetensors_index import (
     INDEX,
@@ -44,13 +42,11 @@ from ckptkit.formats.safetensors_index import (
     read_weight_map,
     some,
 )
+from ckptkit.formats.safetensors_split import check_holds, split
 from ckptkit.stores.base import Store
 
 PARTIAL = "ckptkit.partial"
 """Key of a note, in headers and index, on weights that are a part of a model on purpose."""
-
-_FURTHEST = 1 << 50
-"""An offset with as many digits as any, to bound a header's size before offsets are known."""
 
 
 class SafetensorsFolder(Format):
@@ -127,8 +123,8 @@ class SafetensorsFolder(Format):
 
     def lay_out(self, shards: Catalog, options: WriteOptions = WriteOptions()) -> Destination:
         """Whole tensors, split over files in module order, each at most `max_shard_size` (or one tensor)."""
-        _check_holds(self, shards)
-        files = _split(shards, options.max_shard_size, self.header_limit)
+        check_holds(self, self.accepts(shards.names), shards)
+        files = split(shards, options.max_shard_size, self.header_limit)
         paths = (
             [SINGLE]
             if len(files) == 1
@@ -258,73 +254,6 @@ def _plain_tensors(locals_: Sequence[LocalTensor]) -> dict[str, Tensor]:
         item.key: Tensor(item.key, tuple(f"d{d}" for d in range(len(item.shape))), item.shape)
         for item in locals_
     }
-
-
-def _check_holds(format: SafetensorsFolder, shards: Catalog) -> None:
-    """Raise LayoutError for what whole tensors of this format cannot say."""
-    entries, layout = shards.entries, shards.layout
-    if layout is not None and layout.world != 1:
-        raise LayoutError(
-            f"format {format.name} holds whole tensors, not those of {layout.world} ranks; leave out --layout"
-        )
-    beyond = sorted({ROLES[code] for code in np.unique(entries.role)} - set(format.roles))
-    if beyond:
-        raise LayoutError(
-            f"format {format.name} cannot hold {', '.join(beyond)}; leave them behind (--drop-optimizer)"
-        )
-    if shards.model is not None and not format.accepts(shards.names):
-        raise LayoutError(
-            f"format {format.name} has the names called {format.names}, not {shards.names}; leave out --names"
-        )
-    check_writable({TABLE[code] for code in np.unique(entries.dtype)}, format.name)
-    sizes = np.asarray([item.size for item in shards.locals], np.int64)
-    if len(entries) and (entries.first.any() or (entries.last != sizes[entries.local]).any()):
-        raise LayoutError(f"format {format.name} holds whole tensors, not runs of them")
-    for item in shards.locals:
-        if item.real_size != item.size and len(item.segments) == 1:
-            raise LayoutError(
-                f"{item.key} is padded ({item.size} elements for {item.real_size}), which format {format.name} never is"
-            )
-    for row in range(len(entries)):
-        shape, dtype = shards.locals[entries.local[row]].shape, TABLE[entries.dtype[row]]
-        if not shape and written_shape(shape, dtype):
-            raise LayoutError(
-                f"{shards.locals[entries.local[row]].key} is one byte of {dtype}, which safetensors cannot hold alone"
-            )
-
-
-def _split(shards: Catalog, largest: int, header_limit: int) -> list[list[int]]:
-    """Entries of each file, each in the order of its data: widest types first, then by name.
-
-    Tensors are taken in module order; one that is larger than `largest` has a file of its own.
-    """
-    entries = shards.entries
-    closed: list[list[int]] = []
-    current: list[int] = []
-    room, text = largest, 0
-    for row in np.argsort(entries.local, kind="stable").tolist():
-        item, dtype = shards.locals[entries.local[row]], TABLE[entries.dtype[row]]
-        nbytes = item.size * dtype.itemsize
-        member = len(entry_text(item.key, item.shape, dtype, _FURTHEST).encode()) + 1
-        if member + 64 > header_limit:
-            raise LayoutError(
-                f"the name {item.key[:60]}... needs a header above {header_limit} bytes", tensor=item.key
-            )
-        if nbytes > largest:
-            closed.append([row])
-            continue
-        if current and (nbytes > room or text + member + 64 > header_limit):
-            closed.append(current)
-            current, room, text = [], largest, 0
-        current.append(row)
-        room, text = room - nbytes, text + member
-    if current or not closed:
-        closed.append(current)
-
-    def order(row: int) -> tuple[int, str]:
-        return -TABLE[entries.dtype[row]].itemsize, shards.locals[entries.local[row]].key
-
-    return [sorted(rows, key=order) for rows in closed]
 
 
 def _carried_files(shards: Catalog, taken: set[str]) -> Iterator[tuple[str, bytes]]:

@@ -6,7 +6,7 @@
 Any set of boxes that tiles a tensor is read, and any layout is written: every rank's share as boxes of global tensors.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import ClassVar
 
@@ -25,7 +25,7 @@ from ckptkit.formats.base import Format, ReadOptions, WriteOptions
 from ckptkit.formats.binding import model_of
 from ckptkit.formats.carried import carried
 from ckptkit.formats.chunks import Cut, Locals, bind_names, cut_boxes, plain_local, plain_tensor
-from ckptkit.formats.dcp_items import Wanted, locate
+from ckptkit.formats.dcp_items import Wanted, load_objects, locate
 from ckptkit.formats.dcp_metadata import (
     NAME,
     Chunk,
@@ -38,7 +38,8 @@ from ckptkit.formats.dcp_metadata import (
     read_index,
     write_index,
 )
-from ckptkit.formats.dcp_state import State, read_extras, write_extras
+from ckptkit.formats.dcp_state import State, read_extras, wanted_objects, write_extras
+from ckptkit.formats.model_config import small_files
 from ckptkit.formats.standins import Storage, StoredTensor
 from ckptkit.formats.stored_keys import SLOT_OF, Keys, sort_keys
 from ckptkit.formats.torch_zip_writer import ALIGN, Skeleton, skeleton
@@ -86,7 +87,8 @@ class DcpFormat(Format):
             )
         paths = index.files
         locals_, entries = _entries(store, stored, bound, tensors, paths)
-        extras, layout = read_extras(store, index, keys, bound, warnings)
+        values = load_objects(store, wanted_objects(index, keys, warnings))
+        extras, layout = read_extras(values, index.paths, keys, bound, warnings)
         extras.files = files
         return Catalog(
             format=self.name,
@@ -116,7 +118,7 @@ class DcpFormat(Format):
         writer = _Writer(state)
         writer.objects()
         writer.tensors(cut)
-        small = dict(_small_files(shards))
+        small = dict(small_files(shards, {NAME, *map(_path, writer.files)}))
         small[NAME] = write_index(writer.index)
         ranks = sorted(writer.files)
         number = np.zeros(max(ranks, default=0) + 1, np.uint32)
@@ -242,16 +244,6 @@ def _whole(shards: Catalog) -> dict[str, LocalTensor]:
         return {item.key: plain_local(item.key, item.shape) for item in shards.locals}
     names = shards.model.names(shards.names)
     return {**names.copies, **names.unpadded()}
-
-
-def _small_files(shards: Catalog) -> Iterator[tuple[str, bytes]]:
-    """Files that travel along, config.json in the terms of the names."""
-    config = model_config.config_bytes(shards)
-    if config is not None:
-        yield model_config.NAME, config
-    for name, content in shards.extras.files.items():
-        if name != model_config.NAME:
-            yield name, content
 
 
 class _File:

@@ -17,7 +17,6 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.layouts import Layout
 from ckptkit.core.local import LocalTensor
 from ckptkit.errors import FormatError, LayoutError
-from ckptkit.formats.dcp_items import load_objects
 from ckptkit.formats.dcp_metadata import Index, Item
 from ckptkit.formats.optimizer_groups import (
     canonical_groups,
@@ -28,7 +27,6 @@ from ckptkit.formats.optimizer_groups import (
 )
 from ckptkit.formats.plain import TensorValue, from_plain, scalar
 from ckptkit.formats.stored_keys import Keys, clean
-from ckptkit.stores.base import Store
 
 OURS = "ckptkit"
 _LOADER = re.compile(r"dataloader\.dp_rank_(\d+)")
@@ -72,16 +70,10 @@ class State:
     scalars: list[tuple[str, Path, TensorValue]] = field(default_factory=list)
 
 
-def read_extras(
-    store: Store, index: Index, keys: Keys, locals_: Mapping[str, LocalTensor], warnings: list[str]
-) -> tuple[Extras, Layout | None]:
-    """Extras of a checkpoint, and the layout it was written in where it was one of ours."""
+def wanted_objects(index: Index, keys: Keys, warnings: list[str]) -> dict[str, Item]:
+    """Where everything lies that is neither weight nor moment: objects, and tensors in one chunk."""
     wanted: dict[str, Item] = {}
-    for key in [
-        *keys.steps.values(),
-        *keys.other,
-        *(k for fields in keys.groups.values() for k in fields.values()),
-    ]:
+    for key in keys.extras:
         item = index.objects.get(key)
         if item is None:
             chunks = [chunk for chunk in index.tensors[key].chunks if chunk.item is not None]
@@ -93,7 +85,23 @@ def read_extras(
             item = chunks[0].item
         if item is not None:
             wanted[key] = item
-    values = load_objects(store, wanted)
+    return wanted
+
+
+def read_extras(
+    values: dict[str, Any],
+    paths: Mapping[str, Path],
+    keys: Keys,
+    locals_: Mapping[str, LocalTensor],
+    warnings: list[str],
+) -> tuple[Extras, Layout | None]:
+    """Extras of a training state, and the layout it was written in where it was one of ours.
+
+    Args:
+        values: Plain values (`ckptkit.formats.plain`) of `keys.extras`. Taken over.
+        paths: Where keys came from in the nested state.
+        locals_: Stored names of the family, in the order of the model.
+    """
     ours = _own(values.pop(OURS, None))
     groups = _groups(keys, values, locals_, warnings)
     found = Extras(common=ours.get("common", {}), by_coordinate=ours.get("by_coordinate", {}))
@@ -119,7 +127,7 @@ def read_extras(
     if others or convention != Convention():
         found.common["dcp"] = {
             **vars(convention),
-            "objects": [[key, list(index.paths.get(key, (key,))), value] for key, value in others.items()],
+            "objects": [[key, list(paths.get(key, (key,))), value] for key, value in others.items()],
         }
     layout = ours.get("layout")
     return found, Layout.parse(layout) if isinstance(layout, str) else None

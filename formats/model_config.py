@@ -1,7 +1,7 @@
 """config.json: read for the model's sizes, and written in the terms of the names it will lie beside."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from ckptkit.core.catalog import ROLE_CODE, Catalog
 from ckptkit.core.dtypes import TABLE
 from ckptkit.errors import FormatError, LayoutError
 from ckptkit.formats.base import ReadOptions
+from ckptkit.formats.carried import check_names
 
 NAME = "config.json"
 _PLAIN_FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -58,6 +59,18 @@ def config_bytes(shards: Catalog) -> bytes | None:
     if config == given:
         return shards.extras.files[NAME]
     return (json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def small_files(shards: Catalog, taken: Collection[str]) -> Iterator[tuple[str, bytes]]:
+    """Files to write beside the weights, config.json in the terms of their names. None may be called as in `taken`."""
+    files = shards.extras.files
+    check_names(files, taken)
+    config = config_bytes(shards)
+    if config is not None:
+        yield NAME, config
+    for name in files:
+        if name != NAME:
+            yield name, files[name]
 
 
 def _main_dtype(shards: Catalog) -> str:

@@ -13,6 +13,7 @@ _HOMES = {
     "dcp": "dcp:DcpFormat",
     "hf": "hf:HfFormat",
     "hub": "hub:HubFormat",
+    "torch": "torch_file:TorchFormat",
 }
 """In the order of detection: those with a marker of their own come first."""
 

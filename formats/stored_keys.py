@@ -69,6 +69,15 @@ class Keys:
     model_prefix: str = ""
     optimizer_prefix: str = ""
 
+    @property
+    def extras(self) -> list[str]:
+        """Keys of everything that is neither weight nor moment."""
+        return [
+            *self.steps.values(),
+            *self.other,
+            *(key for fields in self.groups.values() for key in fields.values()),
+        ]
+
 
 def clean(name: str) -> str:
     """A parameter's name without wrappers."""

@@ -184,7 +184,7 @@ class FormatSuite:
         if not self.format.extras:
             pytest.skip("holds no extras")
         truth = self.truth()
-        layout = "tp=2,dp=2,zero=1"
+        layout = "tp=2,dp=2,zero=1" if self.format.ranks else "tp=1"
         truth.extras.by_coordinate = {
             f"tp={t},pp=0,cp=0,dp={d}": {"rng": [t, d]} for t in range(2) for d in range(2)
         }

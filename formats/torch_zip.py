@@ -175,7 +175,11 @@ def _directory(window: Window) -> dict[str, Member]:
     at = tail.rfind(b"PK\x05\x06")
     if at < 0 or at + _END.size > len(tail):
         raise CorruptionError(f"{where} has no end of a zip: it is truncated. Restore it from another copy")
-    _, disk, disk_start, _, count, length, offset, _ = _END.unpack_from(tail, at)
+    _, disk, disk_start, _, count, length, offset, comment = _END.unpack_from(tail, at)
+    if at + _END.size + comment != len(tail):
+        raise CorruptionError(
+            f"{where} goes on after the end of its zip. Something was appended to it; restore it from another copy"
+        )
     if disk or disk_start:
         raise FormatError(f"{where} is one part of a zip of several")
     end_at = end - len(tail) + at

@@ -73,8 +73,9 @@ def name_numbered(value: Any, warnings: list[str]) -> Any:
         return value
     for key in OPTIMIZERS:
         optimizer = value.get(key)
-        state = optimizer.get("state") if isinstance(optimizer, dict) else None
-        groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
+        if not isinstance(optimizer, dict):
+            continue
+        state, groups = optimizer.get("state"), optimizer.get("param_groups")
         if not isinstance(state, dict) or not isinstance(groups, list):
             continue
         if not all(type(number) is int for number in state) or not all(isinstance(g, dict) for g in groups):

@@ -7,10 +7,10 @@ The functions live in `ckptkit.ops` and are loaded at first use, so that `import
 """
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from ckptkit.ops import diff, inspect, latest, open, plan, reshard, stats, synth, verify
 
 __all__ = [
@@ -26,18 +26,23 @@ __all__ = [
     "verify",
 ]
 
-try:
-    __version__ = version("ckptkit")
-except PackageNotFoundError:  # a checkout on the path, never installed
-    __version__ = "0+unknown"
-
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module("ckptkit.ops"), name)
+    value = _version() if name == "__version__" else getattr(import_module("ckptkit.ops"), name)
     globals()[name] = value
     return value
+
+
+def _version() -> str:
+    # importlib.metadata costs more to import than all else that `ckptkit --help` needs.
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("ckptkit")
+    except PackageNotFoundError:  # a checkout on the path, never installed
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

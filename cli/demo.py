@@ -27,7 +27,8 @@ def demo(folder: str | None, as_json: bool) -> int:
     def say(line: str) -> None:
         said.append(line)
         if not as_json:
-            click.echo(show.style(line, "bold") if line.startswith("$ ") else line)
+            for part in show.hang(line, show.terminal_width()):
+                click.echo(show.style(part, "bold") if line.startswith("$ ") else part)
 
     start = time.monotonic()
     with nullcontext(folder) if folder else tempfile.TemporaryDirectory(prefix="ckptkit-demo-") as place:

@@ -250,6 +250,15 @@ def wrap(text: str, width: int) -> list[str]:
     return lines
 
 
+def hang(text: str, width: int | None) -> list[str]:
+    """As `wrap`, further lines two columns deeper than the first."""
+    if width is None:
+        return [text]
+    deep = " " * (len(text) - len(text.lstrip()) + 2)
+    first, *rest = wrap(text, width)
+    return [first, *(deep + line for line in wrap(" ".join(rest), width - len(deep)) if rest)]
+
+
 def tell(text: str) -> None:
     """Print on standard error what is no data: notes and errors. On a terminal lines break at spaces."""
     width = terminal_width(sys.stderr)

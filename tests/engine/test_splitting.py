@@ -62,7 +62,8 @@ class Collector(Mover):
     """Keeps slabs in memory; what no part fills stays UNTOUCHED."""
 
     def collect(self, files: list[np.ndarray], worker: Worker) -> list[int]:
-        self.files, self.seen = files, []
+        self.files = files
+        self.seen: list[int] = []
         for task in range(self.schedule.tasks):
             self.run_task(task, worker)
         return self.seen

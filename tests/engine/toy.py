@@ -98,9 +98,9 @@ class Toy:
         catalog = shards(self.model.names(family), Layout.parse(layout), held, self.model.tensors)
         used: dict[int, int] = {}
         for k, nbytes in enumerate(catalog.entries.nbytes.tolist()):
-            file = int(catalog.entries.file[k])
-            catalog.entries.offset[k] = used.get(file, 0)
-            used[file] = used.get(file, 0) + nbytes
+            where = int(catalog.entries.file[k])
+            catalog.entries.offset[k] = used.get(where, 0)
+            used[where] = used.get(where, 0) + nbytes
         for number, file in enumerate(catalog.files):
             file.path, file.data_start = f"part-{number:03}.bin", start
             file.size = start + used.get(number, 0)

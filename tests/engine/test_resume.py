@@ -1,0 +1,157 @@
+"""Kill -9 at any moment: nobody sees half a result, and the next call ends it, bit for bit, without doing it all again."""
+
+import os
+import random
+import shutil
+import signal
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+
+from ckptkit.core.catalog import LEAF
+from ckptkit.core.destination import Fixup
+from ckptkit.core.plan import make_plan
+from ckptkit.engine.run import RunResult, run
+from ckptkit.stores.base import Reader
+from ckptkit.stores.local import LocalReader, LocalStore
+from tests.engine.toy import Toy, destination, write
+
+KILLS = 50
+
+
+class SlowReader(LocalReader):
+    def readinto(self, offset: int, buffer: memoryview) -> None:
+        time.sleep(0.0005)
+        super().readinto(offset, buffer)
+
+
+class SlowStore(LocalStore):
+    """Takes its time, so that there are moments to be killed at."""
+
+    def open(self, path: str) -> Reader:  # type: ignore[override]
+        reader = super().open(path)
+        fd = os.dup(reader.fileno())
+        reader.close()
+        return SlowReader(fd, reader.size, reader.where)
+
+
+class Job:
+    """A plan of 24 files, a fix-up and digests; about a tenth of a second."""
+
+    def __init__(self, folder: str) -> None:
+        toy = Toy(roles=("param", "master"), sizes={"hidden": 24, "vocab": 40})
+        source, self.target = (
+            toy.catalog("tp=4,dp=2,ep=2,zero=1", "megatron", 64),
+            toy.catalog("tp=2,pp=2,dp=6,ep=4,zero=1", "canonical", 64),
+        )
+        self.folder, self.out = folder, folder + "/out"
+        write(folder + "/src", source, toy.bytes_of(source))
+        self.expected = toy.bytes_of(self.target)
+        self.plan = make_plan(source, self.target)
+        fixup = Fixup("crc32", 64, self.target.files[0].size, (0,))
+        self.destination = destination(self.target, digests=True, fixups={0: [fixup]})
+        self.total = sum(file.size for file in self.target.files)
+
+    def run(self, slow: bool = False, overwrite: bool = False) -> RunResult:
+        store = (SlowStore if slow else LocalStore)(self.folder + "/src")
+        return run(
+            self.plan, self.destination, store, self.out, threads=2, sync_every_s=0.003, overwrite=overwrite
+        )
+
+    def fork(self) -> int:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # idle threads of a linear algebra library
+            child = os.fork()
+        if child == 0:
+            try:
+                self.run(slow=True)
+            finally:
+                os._exit(0)
+        return child
+
+
+def test_kill_at_any_moment(tmp_path) -> None:
+    """What a reader looks for is absent until all is there; the second run keeps what was durable; nothing stays behind."""
+    rng = random.Random(0)
+    job = Job(str(tmp_path))
+    reference = job.run(slow=True)
+    whole = {file.path: Path(job.out, file.path).read_bytes() for file in job.target.files}
+    for number, want in enumerate(job.expected):
+        data = np.frombuffer(whole[job.target.files[number].path], np.uint8).copy()
+        if number == 0:
+            data[:4] = want[:4]  # the checksum
+        assert np.array_equal(data, want)
+    shutil.rmtree(job.out)
+
+    reused = ended = 0
+    for _ in range(KILLS):
+        child = job.fork()
+        time.sleep(rng.random() * reference.seconds * 1.1)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+        if os.path.exists(job.out):
+            ended += 1
+        else:
+            unfinished = [name for name in os.listdir(tmp_path) if name != "src"]
+            assert all(name.startswith(".out.") and name.endswith(".unfinished") for name in unfinished)
+            reused += job.run().reused_bytes
+
+        assert sorted(os.listdir(job.out)) == sorted([*whole, "done.json"])
+        for path, content in whole.items():
+            assert Path(job.out, path).read_bytes() == content, path
+        assert sorted(os.listdir(tmp_path)) == ["out", "src"]
+        shutil.rmtree(job.out)
+
+    assert ended < KILLS
+    assert reused > job.total  # more than a whole result was not written twice
+
+
+def test_durable_segments_are_not_written_again(tmp_path) -> None:
+    """A segment that the journal lists is neither read nor written again, and its digests are known all the same."""
+    job = Job(str(tmp_path))
+    child = job.fork()
+    folder = ""
+    while not folder or not os.path.exists(folder + "/.journal") or _lines(folder) < 3:
+        found = [name for name in os.listdir(tmp_path) if name.endswith(".unfinished")]
+        folder = os.path.join(tmp_path, found[0]) if found else ""
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+    result = job.run()
+
+    assert 0 < result.reused_bytes < job.total
+    assert result.bytes_in - 2 * result.compared_bytes < job.total
+    for written, data in zip(result.written, job.expected, strict=True):
+        assert written.leaves is not None
+        assert len(written.leaves.digests) == -(-(len(data) - 64) // LEAF)
+
+
+def _lines(folder: str) -> int:
+    with open(folder + "/.journal", "rb") as file:
+        return file.read().count(b"\n")
+
+
+def test_a_journal_that_outlived_its_file_is_not_believed(tmp_path) -> None:
+    job = Job(str(tmp_path))
+    child = job.fork()
+    while not (found := [n for n in os.listdir(tmp_path) if n.endswith(".unfinished")]) or not os.path.exists(
+        journal := os.path.join(tmp_path, found[0], ".journal")
+    ):
+        time.sleep(0.001)
+    while _lines(os.path.dirname(journal)) < 3:
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    for name in os.listdir(os.path.dirname(journal)):
+        if name != ".journal":
+            os.unlink(os.path.join(os.path.dirname(journal), name))
+
+    result = job.run()
+
+    assert result.reused_bytes == 0
+    for number, want in enumerate(job.expected[1:], 1):
+        assert np.array_equal(np.fromfile(f"{job.out}/{job.target.files[number].path}", np.uint8), want)

@@ -75,8 +75,12 @@ def _groups(groups: Any, kept: AbstractSet[str]) -> Any:
             found.append(group)
             continue
         tensors = [name for name in group["tensors"] if name in kept]
-        if tensors or not group["tensors"]:
-            found.append({**group, "tensors": tensors})
+        if not tensors and group["tensors"]:
+            continue
+        left = {**group, "tensors": tensors}
+        if isinstance(group.get("steps"), dict):
+            left["steps"] = {name: step for name, step in group["steps"].items() if name in kept}
+        found.append(left)
     return found
 
 

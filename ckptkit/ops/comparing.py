@@ -130,7 +130,7 @@ def diff(
         by_rank: Also count differing elements by the rank of `a` that stores them.
         top: Tensors listed; 0 lists all.
         rtol, atol: Elements count as equal where |a - b| <= atol + rtol * |b|; 0 and 0 compare bits.
-        only: Globs over canonical names or `name/role`.
+        only: Globs over canonical names or `name/role`; then extras and configurations are not compared.
     """
     if rtol < 0 or atol < 0:
         raise UsageError(f"rtol={rtol}, atol={atol}: tolerances are not negative")
@@ -152,9 +152,10 @@ def diff(
             for rank, count in row.by_rank.items():
                 report.by_rank[rank] = report.by_rank.get(rank, 0) + count
         report.by_rank = dict(sorted(report.by_rank.items()))
-    report.extras = _extras(left, right, report)
     ours, theirs = left.catalog.model, right.catalog.model
-    if ours is not None and theirs is not None:
+    if not only:
+        report.extras = _extras(left, right, report)
+    if not only and ours is not None and theirs is not None:
         report.config = differences(ours.config, theirs.config)
     report.seconds = time.monotonic() - began
     return report
@@ -234,9 +235,9 @@ class _Comparer:
                     where, apart, y = where[far], apart[far], y[far]
                     if not len(where):
                         return
-                ratio = np.where(apart == 0, 0.0, apart / np.abs(y))
+                ratio = np.where(apart == 0, 0.0, np.where(np.isfinite(y), apart / np.abs(y), np.inf))
             best = int(np.argmax(apart))
-            large, relative, at = float(apart[best]), float(np.nanmax(ratio)), int(where[best])
+            large, relative, at = float(apart[best]), float(ratio.max()), int(where[best])
         shape = self._left.catalog.tensors[chunk.key[0]].shape
         owners = self._owners(chunk.key, shape, where + chunk.first)
         with self._lock:

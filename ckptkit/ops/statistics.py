@@ -48,7 +48,7 @@ class TensorStats:
 
 @dataclass
 class StatsReport(Report):
-    """Statistics by tensor and role, in module order. `sick` lists `tensor/role` with NaN, Inf or nothing but zeros."""
+    """Statistics by tensor and role, in module order. `sick` lists `tensor/role` with NaN or Inf, and matrices of zeros."""
 
     url: str
     tensors: list[TensorStats] = field(default_factory=list)
@@ -103,8 +103,9 @@ def stats(
         tensor = source.catalog.tensors[key[0]]
         row = sums[key].row(key, held[key].name, tensor.shape)
         report.tensors.append(row)
-        # State of second moments and router biases starts at zero; a parameter of nothing but zeros may be new, or lost.
-        if row.nans or row.infs or (row.elements and row.zeros == row.elements):
+        # Biases and optimizer state may start at zero; a matrix of nothing but zeros was never written.
+        matrix = key[1] in ("param", "master") and len(tensor.shape) > 1
+        if row.nans or row.infs or (matrix and 0 < row.elements == row.zeros):
             report.sick.append(f"{key[0]}/{key[1]}")
     report.seconds = time.monotonic() - began
     return report

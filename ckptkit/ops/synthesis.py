@@ -115,7 +115,7 @@ def random_source(
         extras.common["step"] = step
         if optimizer != "none":
             extras.common["groups"] = _groups(bound, kinds, step)
-        extras.by_coordinate = _random_states(shape, seed, step)
+            extras.by_coordinate = _random_states(shape, seed, step)
     catalog, store = _catalog(bound, held, extras, seed, shape)
     return Source(store.url, store, None, catalog)
 
@@ -130,8 +130,11 @@ def _bind(name: str, settings: Mapping[str, Any], dtype: str) -> Model:
     kind = dtype_named(dtype)
     if kind.kind != "f" or kind.name == "float4_e2m1fn_x2":
         raise UsageError(f"--dtype {dtype}: random values are floats")
+    merged = {**config, **settings, "dtype": kind.name}
+    if merged.get("layer_types", ()) is None:  # written out, as Transformers does
+        merged["layer_types"] = ["hybrid"] * int(merged["num_hidden_layers"])
     try:
-        return models.named(schema).bind({**config, **settings, "dtype": kind.name})
+        return models.named(schema).bind(merged)
     except LayoutError as error:
         raise UsageError(f"{name} with these settings: {error}") from error
 

@@ -9,7 +9,7 @@ tensor of the model is there. Rules of writing are those of Transformers' `save_
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,7 +25,7 @@ from ckptkit.errors import CkptError, FormatError
 from ckptkit.formats import model_config
 from ckptkit.formats.base import Format, ReadOptions, WriteOptions
 from ckptkit.formats.binding import model_of
-from ckptkit.formats.carried import carried, check_names
+from ckptkit.formats.carried import carried
 from ckptkit.formats.safetensors_file import (
     HEADER_LIMIT,
     Header,
@@ -152,7 +152,7 @@ class SafetensorsFolder(Format):
             header = header_bytes(members, note)
             literals[number] = [Literal(0, header)]
             listed.append(File(path, len(header) + offset, len(header), 0))
-        small = dict(_carried_files(shards, set(paths)))
+        small = dict(model_config.small_files(shards, {*paths, INDEX}))
         if len(files) > 1:
             params = entries.role == ROLE_CODE["param"]
             metadata: dict[str, Any] = {
@@ -254,15 +254,3 @@ def _plain_tensors(locals_: Sequence[LocalTensor]) -> dict[str, Tensor]:
         item.key: Tensor(item.key, tuple(f"d{d}" for d in range(len(item.shape))), item.shape)
         for item in locals_
     }
-
-
-def _carried_files(shards: Catalog, taken: set[str]) -> Iterator[tuple[str, bytes]]:
-    """Files to write beside the weights, config.json in the right terms."""
-    files: Mapping[str, bytes] = shards.extras.files
-    check_names(files, {*taken, INDEX})
-    config = model_config.config_bytes(shards)
-    if config is not None:
-        yield "config.json", config
-    for name in files:
-        if name != "config.json":
-            yield name, files[name]

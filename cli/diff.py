@@ -99,7 +99,7 @@ def _print(report: "DiffReport") -> None:
             ("config", show.some(report.config)),
         ]
     )
-    click.echo(_verdict(report))
+    show.say(_verdict(report))
 
 
 def _verdict(report: "DiffReport") -> str:

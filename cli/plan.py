@@ -6,7 +6,7 @@ import click
 
 from ckptkit.cli import show
 from ckptkit.cli.common import common, notes, print_report, reshard_options
-from ckptkit.cli.values import PLACE
+from ckptkit.cli.values import DESTINATION, PLACE
 
 if TYPE_CHECKING:
     from ckptkit.ops.planning import PlanReport
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Say what a reshard would do. Nothing is written.")
 @click.argument("src", type=PLACE, metavar="SRC")
-@click.argument("dst", type=PLACE, metavar="DST")
+@click.argument("dst", type=DESTINATION, metavar="DST")
 @reshard_options
 @click.option(
     "--no-probe", "probe", is_flag=True, default=True, flag_value=False, help="Do not time the stores."
@@ -41,7 +41,7 @@ def print_plan(report: "PlanReport") -> None:
     show.fields(_fields(report))
     missing = sorted({drop.flag for drop in report.drops if not drop.allowed and drop.flag})
     if missing:
-        click.echo(f"{show.style('not allowed', 'red')}: what is left behind needs {' and '.join(missing)}")
+        show.say(f"{show.style('not allowed', 'red')}: what is left behind needs {' and '.join(missing)}")
     elif not report.fits:
         click.echo(
             f"{show.style('does not fit', 'red')}: {show.nbytes(report.bytes_out)} to write, too little is free"
@@ -49,7 +49,7 @@ def print_plan(report: "PlanReport") -> None:
     else:
         lossless = not any(cast.lossy for cast in report.casts) and not report.drops
         what = "every bit is kept" if lossless else "see casts and drops for what is not kept"
-        click.echo(f"{show.style('proven', 'green')}: {show.nbytes(report.bytes_out)} to write, {what}")
+        show.say(f"{show.style('proven', 'green')}: {show.nbytes(report.bytes_out)} to write, {what}")
 
 
 def _fields(report: "PlanReport") -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ from ckptkit.cli import show
 from ckptkit.cli.common import common, notes, print_report, reshard_options
 from ckptkit.cli.plan import print_plan
 from ckptkit.cli.progress import Progress
-from ckptkit.cli.values import PLACE
+from ckptkit.cli.values import DESTINATION, PLACE
 
 if TYPE_CHECKING:
     from ckptkit.ops.resharding import ReshardResult
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Write a checkpoint in another layout or format.")
 @click.argument("src", type=PLACE, metavar="SRC")
-@click.argument("dst", type=PLACE, metavar="DST")
+@click.argument("dst", type=DESTINATION, metavar="DST")
 @reshard_options
 @click.option("--restart", is_flag=True, help="Start over, where an interrupted run would be continued.")
 @click.option("--dry-run", is_flag=True, help="Plan and prove, write nothing.")
@@ -39,7 +39,7 @@ def reshard(src: str, dst: str, as_json: bool, **options: Any) -> None:
     if result.dry_run:
         print_plan(result.plan)
         return
-    click.echo(done(result))
+    show.say(done(result))
 
 
 def done(result: "ReshardResult") -> str:

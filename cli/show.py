@@ -259,6 +259,12 @@ def hang(text: str, width: int | None) -> list[str]:
     return [first, *(deep + line for line in wrap(" ".join(rest), width - len(deep)) if rest)]
 
 
+def say(text: str) -> None:
+    """Print a sentence on standard output. On a terminal lines break at spaces."""
+    width = terminal_width()
+    click.echo(text if width is None else "\n".join(wrap(text, width)))
+
+
 def tell(text: str) -> None:
     """Print on standard error what is no data: notes and errors. On a terminal lines break at spaces."""
     width = terminal_width(sys.stderr)

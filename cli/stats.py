@@ -32,18 +32,18 @@ def stats(url: str, sick: bool, as_json: bool, **options: Any) -> None:
         print_report(report)
         return
     notes(report.notes)
-    spare = {"min": 1, "max": 0, "mean": 2, "rms": 0}
+    spare = {"min": 3, "max": 0, "mean": 4, "rms": 2}
     numbers = [show.Column(title, right=True, spare=order) for title, order in spare.items()]
     table = show.Table(
         (
             show.Column("tensor", cut=36),
             show.Column("role"),
-            show.Column("dtype", spare=4),
-            show.Column("elements", right=True, spare=3),
+            show.Column("dtype", spare=6),
+            show.Column("elements", right=True, spare=5),
             *numbers,
             show.Column("NaN", right=True),
             show.Column("Inf", right=True),
-            show.Column("zero", right=True),
+            show.Column("zero", right=True, spare=1),
         )
     )
     ill = set(report.sick)

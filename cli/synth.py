@@ -4,14 +4,15 @@ from typing import Any
 
 import click
 
+from ckptkit.cli import show
 from ckptkit.cli.common import common, notes, print_report, work_options
 from ckptkit.cli.progress import Progress
 from ckptkit.cli.reshard import done
-from ckptkit.cli.values import DTYPE, FORMAT, LAYOUT, PLACE, PRESET, SETTING, SIZE
+from ckptkit.cli.values import DESTINATION, DTYPE, FORMAT, LAYOUT, PRESET, SETTING, SIZE
 
 
 @click.command(short_help="Write a random checkpoint, to try storage and layouts.")
-@click.argument("dst", type=PLACE, metavar="DST")
+@click.argument("dst", type=DESTINATION, metavar="DST")
 @click.option(
     "--model", type=PRESET, default="zaya", show_default=True, metavar="M", help="A model or a preset."
 )
@@ -60,4 +61,4 @@ def synth(dst: str, settings: tuple[tuple[str, Any], ...], as_json: bool, **opti
         print_report(result)
         return
     notes(result.notes)
-    click.echo(done(result))
+    show.say(done(result))

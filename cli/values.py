@@ -148,6 +148,20 @@ class PlaceType(click.ParamType):
         return [CompletionItem(incomplete, type="dir")]
 
 
+class DestinationType(PlaceType):
+    """A path or URL to write to. `RUN@1200` names a step that is there, and would become a folder of that name."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        place = super().convert(value, param, ctx)
+        if re.search(r"@(latest|\d+(\.e\d+)?)/*$", place):
+            self.fail(
+                f"{place!r} names a step of a run; give a new folder, for example RUN/step-00001200.e3",
+                param,
+                ctx,
+            )
+        return place
+
+
 class NameType(click.ParamType):
     """A name out of a list that is only known when it is needed: a format, a model, a family of names."""
 
@@ -189,6 +203,6 @@ def _names() -> Iterable[str]:
 
 
 SIZE, SHARE, LAYOUT, SETTING = SizeType(), ShareType(), LayoutType(), SettingType()
-DTYPE, PLACE = DTypeType(), PlaceType()
+DTYPE, PLACE, DESTINATION = DTypeType(), PlaceType(), DestinationType()
 FORMAT, MODEL = NameType("format", _formats), NameType("model", _models)
 NAMES, PRESET = NameType("names", _names), NameType("preset", _presets)

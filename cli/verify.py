@@ -58,9 +58,9 @@ def _print(report: "VerifyReport") -> None:
     read = f"{show.nbytes(report.bytes_checked)} in {show.duration(report.seconds)}"
     pace = f"{read} ({rate})" if report.bytes_checked and rate else read
     if report.fault_count:
-        click.echo(f"{show.style(show.plural(report.fault_count, 'fault'), 'red')} in {report.url}: {pace}")
+        show.say(f"{show.style(show.plural(report.fault_count, 'fault'), 'red')} in {report.url}: {pace}")
     else:
-        click.echo(f"{show.style('no fault', 'green')} in {report.url}: {pace}")
+        show.say(f"{show.style('no fault', 'green')} in {report.url}: {pace}")
 
 
 def _print_fault(fault: "Fault") -> None:

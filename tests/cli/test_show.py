@@ -89,6 +89,17 @@ def test_numbers_stay_whole_on_a_narrow_terminal() -> None:
     assert all("8.41 GB" in click.unstyle(line) for line in list(table().lines(22))[1:2])
 
 
+def test_further_lines_hang_below_the_first() -> None:
+    assert show.hang("  a bb ccc dd", 8) == ["  a bb", "    ccc", "    dd"]
+    assert show.hang("a bb", None) == ["a bb"]
+
+
+def test_styles_take_no_room_when_text_wraps() -> None:
+    red = click.style("aaaa", fg="red")
+
+    assert show.wrap(f"{red} bbbb", 9) == [f"{red} bbbb"]
+
+
 def test_text_wraps_at_spaces() -> None:
     assert show.wrap("a bb ccc\ndd", 5) == ["a bb", "ccc", "dd"]
     assert show.wrap("averylongword x", 5) == ["averylongword", "x"]

@@ -3,7 +3,7 @@
 import click
 import pytest
 
-from ckptkit.cli.values import DTYPE, LAYOUT, PLACE, SETTING, SHARE, SIZE
+from ckptkit.cli.values import DESTINATION, DTYPE, LAYOUT, PLACE, SETTING, SHARE, SIZE
 from ckptkit.core.layouts import Layout
 
 
@@ -81,6 +81,14 @@ def test_settings_hold_json_or_text(text: str, expected: tuple[str, object]) -> 
 def test_a_setting_without_a_name_or_sign_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter, match="NAME=VALUE"):
         SETTING.convert(text, None, None)
+
+
+@pytest.mark.parametrize("text", ["run@latest", "run@1200", "run@1200.e3", "run@1200/", "file:///run@7"])
+def test_a_destination_is_no_step_of_a_run(text: str) -> None:
+    """It would become a folder called run@1200, which hides the step from then on."""
+    assert PLACE.convert(text, None, None) == text
+    with pytest.raises(click.BadParameter, match="new folder"):
+        DESTINATION.convert(text, None, None)
 
 
 def test_an_empty_path_is_refused_before_it_means_the_working_folder() -> None:

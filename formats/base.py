@@ -34,6 +34,17 @@ class WriteOptions:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """A CRC-32 that a file states of its own bytes `[start, stop)`; `what` is in it, for messages."""
+
+    path: str
+    start: int
+    stop: int
+    crc32: int
+    what: str
+
+
 class Format(ABC):
     """One on-disk format.
 
@@ -81,4 +92,8 @@ class Format(ABC):
 
     def missing_ranks(self, store: Store) -> Sequence[int]:
         """Ranks whose files are absent from a checkpoint without its marker; empty where that cannot be told."""
+        return ()
+
+    def checksums(self, store: Store, catalog: Catalog) -> Iterable[Checksum]:
+        """Checksums that the files state themselves, where the format has such. Directories are read, data is not."""
         return ()

@@ -6,7 +6,7 @@
 Any set of boxes that tiles a tensor is read, and any layout is written: every rank's share as boxes of global tensors.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import ClassVar
 
@@ -21,7 +21,7 @@ from ckptkit.core.local import LocalTensor
 from ckptkit.core.schema import STATE_ROLES, Tensor
 from ckptkit.errors import CoverageError, FormatError
 from ckptkit.formats import model_config
-from ckptkit.formats.base import Format, ReadOptions, WriteOptions
+from ckptkit.formats.base import Checksum, Format, ReadOptions, WriteOptions
 from ckptkit.formats.binding import model_of
 from ckptkit.formats.carried import carried
 from ckptkit.formats.chunks import Cut, Locals, bind_names, cut_boxes, plain_local, plain_tensor
@@ -33,6 +33,7 @@ from ckptkit.formats.dcp_metadata import (
     Item,
     Stored,
     check_files,
+    items_by_file,
     metadata_files,
     rank_of,
     read_index,
@@ -42,6 +43,7 @@ from ckptkit.formats.dcp_state import State, read_extras, wanted_objects, write_
 from ckptkit.formats.model_config import small_files
 from ckptkit.formats.standins import Storage, StoredTensor
 from ckptkit.formats.stored_keys import SLOT_OF, Keys, sort_keys
+from ckptkit.formats.torch_zip import open_archive
 from ckptkit.formats.torch_zip_writer import ALIGN, Skeleton, skeleton
 from ckptkit.stores.base import Store
 
@@ -104,6 +106,13 @@ class DcpFormat(Format):
             facts={"warnings": warnings},
             identities={path: store.identity(path) for path in [*paths, *index.sources]},
         )
+
+    def checksums(self, store: Store, catalog: Catalog) -> Iterator[Checksum]:
+        for path, items in items_by_file(read_index(store)).items():
+            with store.open(path) as reader:
+                for key, item in items:
+                    archive = open_archive(reader, f"{key!r} in {path}", item.offset, item.length)
+                    yield from archive.checksums(path, key)
 
     def lay_out(self, shards: Catalog, options: WriteOptions = WriteOptions()) -> Destination:
         """One `.distcp` a rank, objects first; ranks without a share have no file."""

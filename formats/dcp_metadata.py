@@ -348,3 +348,17 @@ def check_files(store: Store, index: Index) -> None:
                 f"{path} has {sizes[path]} bytes, but its last item ends at {end}. It is of another save; restore it",
                 file=path,
             )
+
+
+def items_by_file(index: Index) -> dict[str, list[tuple[str, Item]]]:
+    """Every item with its key, by file, in the order of the bytes."""
+    found: dict[str, list[tuple[str, Item]]] = {}
+    for key, tensor in index.tensors.items():
+        for chunk in tensor.chunks:
+            if chunk.item is not None:
+                found.setdefault(chunk.item.path, []).append((key, chunk.item))
+    for key, item in index.objects.items():
+        found.setdefault(item.path, []).append((key, item))
+    for items in found.values():
+        items.sort(key=lambda pair: pair[1].offset)
+    return found

@@ -9,7 +9,7 @@ No pickle is executed (`ckptkit.formats.pickles`); files of ours load with `torc
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
@@ -23,7 +23,7 @@ from ckptkit.core.layouts import Layout
 from ckptkit.core.schema import STATE_ROLES
 from ckptkit.errors import FormatError, LayoutError, ShardMissingError
 from ckptkit.formats import model_config
-from ckptkit.formats.base import Format, ReadOptions, WriteOptions
+from ckptkit.formats.base import Checksum, Format, ReadOptions, WriteOptions
 from ckptkit.formats.binding import model_of
 from ckptkit.formats.carried import carried
 from ckptkit.formats.chunks import Locals, bind_names, plain_local, plain_tensor
@@ -107,6 +107,11 @@ class TorchFormat(Format):
             model=model, names=family, extras=extras, facts={"warnings": warnings},
             identities={path: store.identity(path) for path in paths},
         )  # fmt: skip
+
+    def checksums(self, store: Store, catalog: Catalog) -> Iterator[Checksum]:
+        for file in catalog.files:
+            with store.open(file.path) as reader:
+                yield from open_archive(reader, file.path).checksums(file.path, file.path)
 
     def lay_out(self, shards: Catalog, options: WriteOptions = WriteOptions()) -> Destination:
         """Whole tensors in as few files as `max_shard_size` allows, weights first."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from ckptkit.errors import CorruptionError, FormatError, UnsafeError
 from ckptkit.formats import pickles
+from ckptkit.formats.base import Checksum
 from ckptkit.formats.standins import StoredTensor
 from ckptkit.stores.base import Reader
 
@@ -109,6 +110,13 @@ class Archive:
                 f"{self.where}: storage {storage.key!r} should have {storage.nbytes} bytes, but its member has {member.size}"
             )
         return member.start + tensor.offset * tensor.dtype.itemsize
+
+    def checksums(self, path: str, what: str) -> list[Checksum]:
+        """What the zip states of its members; nothing where its writer was told to compute none (all are zero then)."""
+        if self.members["data.pkl"].crc == 0:
+            return []
+        located = [m for m in self.members.values() if m.start >= 0 and m.size]
+        return [Checksum(path, m.start, m.start + m.size, m.crc, f"{m.name} of {what}") for m in located]
 
     def content(self, tensor: StoredTensor, limit: int = 1 << 26) -> bytes:
         """A small tensor's elements in row-major order. Raises FormatError for one of more than `limit` bytes."""

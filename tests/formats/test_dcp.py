@@ -22,6 +22,7 @@ from ckptkit.formats.dcp import DcpFormat
 from ckptkit.formats.dcp_metadata import Chunk, Index, read_index, write_index
 from ckptkit.formats.reference import TOY, Truth, gather, random_truth, same, toy, write
 from ckptkit.formats.suite import FormatSuite
+from ckptkit.ops.verifying import verify
 from ckptkit.stores.local import LocalStore
 from tests.formats import dcp_jobs
 
@@ -321,3 +322,23 @@ def test_an_unfinished_save_is_no_checkpoint(samples: Path, tmp_path: Path) -> N
     assert not DcpFormat().detect(LocalStore(tmp_path / "nested"))
     with pytest.raises(ShardMissingError, match="did not finish"):
         read(tmp_path / "nested")
+
+
+def test_flipped_bits_in_items_are_found(samples: Path, tmp_path: Path) -> None:
+    """Every payload has a CRC-32 in torch's checkpoints and in ours; torch loads a flipped one without a word."""
+    shutil.copytree(samples / "tp", tmp_path / "theirs")
+    rewrite(samples / "tp", tmp_path / "ours", "dp=2,zero=3")
+    for root in (tmp_path / "theirs", tmp_path / "ours"):
+        assert verify(str(root)).fault_count == 0
+        found = read(root)
+        entry = int(np.argmax(found.entries.nbytes))
+        path = root / found.files[int(found.entries.file[entry])].path
+        data = bytearray(path.read_bytes())
+        data[int(found.entries.offset[entry])] ^= 1
+        path.write_bytes(data)
+
+        report = verify(str(root))
+
+        assert (
+            report.exit_code == 1 and "CRC-32" in report.faults[0].what and report.faults[0].file == path.name
+        )

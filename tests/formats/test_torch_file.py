@@ -18,6 +18,7 @@ from ckptkit.formats.base import WriteOptions
 from ckptkit.formats.reference import Truth, gather, random_truth, same, stored_truth, toy, write
 from ckptkit.formats.suite import FormatSuite
 from ckptkit.formats.torch_file import TorchFormat
+from ckptkit.ops.verifying import verify
 from ckptkit.stores.local import LocalStore
 
 
@@ -219,3 +220,30 @@ def test_hostile_files_are_refused_and_not_run(tmp_path: Path) -> None:
     with pytest.raises(UnsafeError, match="system"):
         read(tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_flipped_bit_is_found_by_the_checksums_of_the_zip(tmp_path: Path) -> None:
+    """Torch's files and ours state a CRC-32 of every storage, which `verify` compares; torch itself never does."""
+    torch.save({"w": torch.arange(5000.0)}, tmp_path / "model.pt")
+    assert verify(str(tmp_path)).fault_count == 0
+    data = bytearray((tmp_path / "model.pt").read_bytes())
+    data[9000] ^= 4
+    (tmp_path / "model.pt").write_bytes(data)
+
+    found = verify(str(tmp_path))
+
+    assert torch.load(tmp_path / "model.pt", weights_only=True) is not None
+    assert found.exit_code == 1 and "model/data/0 of model.pt" in found.faults[0].what
+
+
+def test_files_written_without_checksums_are_not_called_damaged(tmp_path: Path) -> None:
+    """Where torch was told to compute none, all are zero: verify says that it could not check."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"w": torch.arange(50.0)}, tmp_path / "model.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+    found = verify(str(tmp_path))
+
+    assert found.fault_count == 0 and any("digests" in text for text in found.not_checked)

@@ -14,6 +14,7 @@ from ckptkit.core.dtypes import DType
 from ckptkit.core.layouts import Layout
 from ckptkit.core.plan import Key
 from ckptkit.errors import CkptError, LayoutError, StoreError, UsageError
+from ckptkit.ops.checksums import check_sums
 from ckptkit.ops.digesting import Fault, check_leaves, structure_fault
 from ckptkit.ops.folding import fold_names
 from ckptkit.ops.preparing import check_complete
@@ -144,6 +145,7 @@ def check_bytes(path: str, *, progress: Progress | None = None) -> list[str]:
     assert source.format is not None
     faults = [structure_fault(error) for error in source.format.problems(source.store, source.catalog)]
     faults += check_leaves(source.store, source.catalog, progress=progress).faults
+    faults += check_sums(source.store, source.format.checksums(source.store, source.catalog)).faults
     return [fault.what for fault in faults]
 
 
@@ -178,6 +180,20 @@ def _digests(
     source: Source, report: VerifyReport, sample: float | None, threads: int | None, progress: Progress | None
 ) -> None:
     catalog = source.catalog
+    if catalog.leaves is None and source.format is not None:
+        stated = check_sums(
+            source.store,
+            source.format.checksums(source.store, catalog),
+            share=sample or 1.0,
+            threads=threads,
+        )
+        report.add(stated.faults)
+        report.bytes_checked = stated.nbytes
+        if stated.checked:
+            report.checked.append(
+                f"CRC-32 of {stated.checked:,} of {stated.leaves:,} members of zips ({nbytes_text(stated.nbytes)})"
+            )
+            return
     if catalog.leaves is None:
         report.not_checked.append(
             f"bytes against digests: {catalog.format} has none, so that a changed byte cannot be told from a written one"

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.helpers import ROOT, contents, invoke
+from tests.cli.helpers import ROOT, TINY_LLAMA, contents, invoke, settings
 
 Break = Callable[[Path], object]
 
@@ -451,3 +451,33 @@ def test_a_destination_that_cannot_hold_it_is_exit_code_4_and_no_checkpoint_is_t
     assert ("again" in first) == any("unfinished" in line for line in left), (
         "what is kept is kept for the next run"
     )
+
+
+def with_a_head(file: Path, change: bool) -> None:
+    """Store the tied head of a model beside its embedding, as some exporters do: equal, or with one bit changed."""
+    header, data = split(file)
+    embedding = header["model.embed_tokens.weight"]
+    first, last = embedding["data_offsets"]
+    copy = bytearray(data[first:last])
+    copy[-1] ^= change
+    header["lm_head.weight"] = {**embedding, "data_offsets": [len(data), len(data) + len(copy)]}
+    join(file, header, data + copy)
+
+
+@pytest.mark.parametrize("change", [False, True])
+def test_replicas_must_be_equal_unless_the_first_is_asked_for(change: bool, tmp_path: Path) -> None:
+    """A tied head is a replica of the embedding. Where they differ, the message names both."""
+    source = tmp_path / "source"
+    llama = ("--model", "llama", *settings({**TINY_LLAMA, "tie_word_embeddings": True}))
+    assert invoke("synth", source, *llama, "--to", "hf", "--optimizer", "none").exit_code == 0
+    with_a_head(source / "model.safetensors", change)
+
+    checked = invoke("reshard", source, tmp_path / "checked", "--to", "native")
+    first = invoke("reshard", source, tmp_path / "first", "--to", "native", "--replicas", "first")
+
+    assert first.exit_code == 0, first.output
+    assert checked.exit_code == (3 if change else 0), checked.output
+    assert invoke("verify", source).exit_code == (1 if change else 0)
+    if change:
+        assert "lm_head.weight" in checked.stderr and "embed_tokens.weight" in checked.stderr
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "source"]

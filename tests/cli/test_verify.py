@@ -1,10 +1,12 @@
 """`ckptkit verify`: its verdict, what it checked and what it did not."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.cli.helpers import TINY_LLAMA, invoke, invoke_json, settings
+from tests.cli.helpers import ROOT, TINY_LLAMA, invoke, invoke_json, settings
 
 
 def test_a_good_checkpoint_has_no_fault(made: Path) -> None:
@@ -57,3 +59,19 @@ def test_against_compares_layouts(made: Path, tmp_path: Path) -> None:
 
 def test_quick_and_sample_exclude_each_other(made: Path) -> None:
     assert invoke("verify", made / "native", "--quick", "--sample", "5%").exit_code == 2
+
+
+def test_an_interrupted_verify_changed_nothing(made: Path) -> None:
+    """Ctrl-C in a command that only reads: exit code 5, and no promise that it would go on."""
+    code = (
+        "import os, signal, threading\n"
+        "from ckptkit.cli.main import cli\n"
+        "threading.Timer(0.01, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
+        f"cli(['verify', {str(made / 'native')!r}], prog_name='ckptkit')\n"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+
+    assert done.returncode == 5, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.strip().splitlines()[-1] == "interrupted: nothing was changed"

@@ -76,7 +76,7 @@ def _fields(report: "PlanReport") -> list[tuple[str, str]]:
         )
     time = ""
     if report.seconds is not None:
-        time = f"about {show.duration(report.seconds)}"
+        time = "under a second" if report.seconds < 1 else f"about {show.duration(report.seconds)}"
         rates = [(report.read_rate, "read"), (report.write_rate, "write")]
         pace = ", ".join(f"{what} {show.rate(rate)}" for rate, what in rates if rate)
         time += f" ({pace})" if pace else ""

@@ -267,9 +267,10 @@ def _probe_read(source: Source) -> float | None:
     nbytes = 0
     for file in files:
         with source.store.open(file.path) as reader:
-            for offset in range(0, reader.size - LEAF + 1, LEAF):
-                reader.readinto(offset, buffer)
-                nbytes += LEAF
+            for offset in range(0, reader.size, LEAF):
+                part = buffer[: min(LEAF, reader.size - offset)]
+                reader.readinto(offset, part)
+                nbytes += len(part)
                 if time.monotonic() - began > _PROBE_S or nbytes >= _PROBE_BYTES:
                     return nbytes / max(time.monotonic() - began, 1e-6)
     return nbytes / max(time.monotonic() - began, 1e-6) if nbytes else None

@@ -127,7 +127,7 @@ def prepare_source(source: Source, dst: str, options: Options, like: Source | No
         source.catalog,
         layout,
         format,
-        {tensor for tensor, _ in held},
+        _trained(source, held),
         drop_optimizer=options.drop_optimizer,
         drop_extras=options.drop_extras,
     )
@@ -299,6 +299,13 @@ def _cast(source: Source, keep: Mapping[Key, DType], dtype: DType) -> dict[Key, 
         casts = role in ("param", "buffer") and now.is_float and not stays
         found[tensor, role] = dtype if casts else now
     return found
+
+
+def _trained(source: Source, held: Mapping[Key, DType]) -> set[str]:
+    """Tensors that optimizer groups may list: kept, and with their state where the source has it."""
+    state = {tensor for tensor, role in source.catalog.held if role in OPTIMIZER_STATE}
+    kept = {tensor for tensor, role in held if role in OPTIMIZER_STATE}
+    return {tensor for tensor, _ in held if tensor in kept or tensor not in state}
 
 
 def _facts(source: Source, options: Options) -> dict[str, Any]:

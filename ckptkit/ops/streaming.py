@@ -14,17 +14,18 @@ import numpy.typing as npt
 
 from ckptkit.core.boxes import Box
 from ckptkit.core.catalog import ITEMSIZE, LEAF, ROLE_CODE, ROLES, Catalog, Entries, File
-from ckptkit.core.copies import copies_into
+from ckptkit.core.copies import copies_into, replica_pairs
 from ckptkit.core.dtypes import DType
 from ckptkit.core.layouts import Layout
 from ckptkit.core.names import StoredNames
-from ckptkit.core.plan import Key, make_plan
+from ckptkit.core.plan import Key, Plan, make_plan
 from ckptkit.core.schema import Tensor
 from ckptkit.core.shards import shards
 from ckptkit.core.views import LocalTensor, Segment
 from ckptkit.engine.executor import run_tasks, usable_cpus
 from ckptkit.engine.grids import Grid
 from ckptkit.engine.mover import Buffer, Mover, Slab, Worker
+from ckptkit.engine.replicas import Comparer
 from ckptkit.engine.schedule import make_schedule
 from ckptkit.engine.sources import Sources
 from ckptkit.ops.random_store import numpy_type
@@ -138,13 +139,36 @@ def read_box(source: Source, tensor: Tensor, role: str, box: Box) -> npt.NDArray
     return out.view(numpy_type(dtype.name)).reshape(box.shape)
 
 
-def prove(source: Source) -> int:
-    """Prove that pieces cover every tensor that the source holds, and return how many elements that are.
+def prove(source: Source) -> Plan:
+    """The plan that gathers everything the source holds: the proof that pieces cover every tensor.
 
     Raises:
         CoverageError: an element lies nowhere; names tensor, box and files.
     """
-    return make_plan(source.catalog, _virtual(source.catalog, source.catalog.held, None)).elements
+    return make_plan(source.catalog, _virtual(source.catalog, source.catalog.held, None))
+
+
+def compare_replicas(source: Source, plan: Plan, threads: int | None = None) -> int:
+    """Compare pieces of the source that hold the same elements, and return how many bytes that were.
+
+    Raises:
+        CorruptionError: two differ; names both files.
+    """
+    pairs = replica_pairs(plan)
+    files = source.catalog.files
+    sizes = np.asarray([file.size for file in files], np.int64)
+    grid = Grid(sizes, np.asarray([file.data_start for file in files], np.int64), LEAF)
+    schedule = make_schedule(pairs, grid, grid, np.ones(grid.cells, bool), LEAF, only_used=True)
+    stop = threading.Event()
+    comparer = Comparer(Sources(source.store, source.catalog, verify=False), schedule, stop)
+    workers = [Worker(LEAF) for _ in range(threads or usable_cpus())]
+    try:
+        run_tasks(
+            schedule.tasks, len(workers), lambda task, number: comparer.run_task(task, workers[number]), stop
+        )
+    finally:
+        comparer.sources.close()
+    return comparer.compared
 
 
 def only_roles(source: Source, roles: Sequence[str]) -> Source:

@@ -12,15 +12,15 @@ import numpy as np
 from ckptkit.core.boxes import Box
 from ckptkit.core.dtypes import DType
 from ckptkit.core.layouts import Layout
-from ckptkit.core.plan import Key
-from ckptkit.errors import CkptError, LayoutError, StoreError, UsageError
+from ckptkit.core.plan import Key, Plan
+from ckptkit.errors import CkptError, CorruptionError, LayoutError, StoreError, UsageError
 from ckptkit.ops.checksums import check_sums
 from ckptkit.ops.digesting import Fault, check_leaves, structure_fault
 from ckptkit.ops.folding import fold_names
 from ckptkit.ops.preparing import check_complete
 from ckptkit.ops.reports import Progress, Report, count_text, nbytes_text
 from ckptkit.ops.sources import Source, open
-from ckptkit.ops.streaming import Chunk, only_roles, prove, visit
+from ckptkit.ops.streaming import Chunk, compare_replicas, only_roles, prove, visit
 from ckptkit.ops.values import differing, is_number, numbers
 
 __all__ = ["Fault", "VerifyReport", "check_bytes", "verify"]
@@ -121,11 +121,14 @@ def verify(
     report.url, report.format = source.url, catalog.format
     report.layout = str(catalog.layout) if catalog.layout is not None else ""
     report.notes += [*source.notes, *catalog.facts.get("warnings", ())]
-    sound = _structure(source, report)
+    proof = _structure(source, report)
+    sound = proof is not None
     if quick:
         report.not_checked.append("the bytes of tensors (--quick)")
     else:
         _digests(source, report, sample, threads, progress)
+        if proof is not None:
+            _replicas(source, proof, report, threads)
         if not sound:
             report.not_checked.append("masters against parameters: the tensors are not all there")
         elif sample is not None:
@@ -149,31 +152,31 @@ def check_bytes(path: str, *, progress: Progress | None = None) -> list[str]:
     return [fault.what for fault in faults]
 
 
-def _structure(source: Source, report: VerifyReport) -> bool:
-    """Everything but the bytes of tensors. Returns whether all tensors are covered."""
+def _structure(source: Source, report: VerifyReport) -> Plan | None:
+    """Everything but the bytes of tensors. Returns the proof that all tensors are covered, or None where they are not."""
     assert source.format is not None
     problems = [structure_fault(error) for error in source.format.problems(source.store, source.catalog)]
     report.add(problems)
     catalog = source.catalog
     report.checked.append(f"headers, sizes and names of {count_text(len(catalog.files), 'file')}")
     try:
-        elements = prove(source)
+        proof = prove(source)
     except CkptError as error:
         report.add([Fault("coverage", str(error), tensor=str(error.facts.get("tensor", "")))])
-        return False
+        return None
     try:
         check_complete(source)
     except CkptError as error:
         what = "coverage" if not problems else "structure"
         report.add([Fault(what, str(error), tensor=str(error.facts.get("tensor", "")))])
-        return False
+        return None
     tensors = count_text(len({name for name, _ in catalog.held}), "tensor")
-    report.checked.append(f"coverage: every one of {elements:,} elements of {tensors} lies somewhere")
+    report.checked.append(f"coverage: every one of {proof.elements:,} elements of {tensors} lies somewhere")
     if catalog.model is None:
         report.not_checked.append(
             "whether all tensors of the model are there: no schema fits its configuration"
         )
-    return True
+    return proof
 
 
 def _digests(
@@ -182,10 +185,7 @@ def _digests(
     catalog = source.catalog
     if catalog.leaves is None and source.format is not None:
         stated = check_sums(
-            source.store,
-            source.format.checksums(source.store, catalog),
-            share=sample or 1.0,
-            threads=threads,
+            source.store, source.format.checksums(source.store, catalog), share=sample or 1.0, threads=threads
         )
         report.add(stated.faults)
         report.bytes_checked = stated.nbytes
@@ -207,6 +207,22 @@ def _digests(
     )
     if found.checked < found.leaves:
         report.not_checked.append(f"{found.leaves - found.checked:,} leaves (--sample)")
+
+
+def _replicas(source: Source, proof: Plan, report: VerifyReport, threads: int | None) -> None:
+    """Pieces that hold the same elements hold the same bytes."""
+    pairs = len(proof.replicas[0])
+    if not pairs:
+        return
+    try:
+        nbytes = compare_replicas(source, proof, threads)
+    except CorruptionError as error:
+        report.add([Fault("replica", str(error), str(error.facts.get("file", "")))])
+        report.not_checked.append("replicas beyond the first two that differ")
+    else:
+        report.checked.append(
+            f"replicas: {count_text(pairs, 'pair')} of equal pieces ({nbytes_text(nbytes)})"
+        )
 
 
 def _masters(

@@ -57,7 +57,9 @@ def test_differences_are_measured_and_sorted(tmp_path: Path) -> None:
     assert report.exit_code == 1 and report.tensors_differing == 2
     first, second = report.tensors
     assert (first.tensor, first.differing, first.at) == ("layers.1.attn.q", 2, (3, 7, 9))
-    assert first.max_abs == pytest.approx(8.0, rel=1e-6) and first.max_rel == pytest.approx(8 / (before + 8), rel=1e-6)
+    assert first.max_abs == pytest.approx(8.0, rel=1e-6) and first.max_rel == pytest.approx(
+        8 / (before + 8), rel=1e-6
+    )
     assert (second.tensor, second.differing, second.at, second.elements) == ("norm", 1, (5,), 32)
 
 

@@ -21,7 +21,7 @@ INTERNAL = 70
 """Exit code of an error that is our fault (EX_SOFTWARE of sysexits.h)."""
 BROKEN_PIPE = 141
 
-RESUMES = ("reshard", "synth", "demo")
+RESUMES = ("reshard", "synth")
 """Commands that write, for which running again goes on from what was durable."""
 
 
@@ -67,8 +67,8 @@ def _describe(error: BaseException, args: Sequence[str]) -> tuple[str, str, dict
     if isinstance(error, click.ClickException):
         return "UsageError", error.format_message(), {}, 2
     if isinstance(error, (KeyboardInterrupt, EOFError, click.Abort)):
-        again = any(name in args for name in RESUMES)
-        message = "run the same command again to go on" if again else "nothing was changed"
+        command = next((word for word in args if not word.startswith("-")), "")
+        message = "run the same command again to go on" if command in RESUMES else "nothing was changed"
         return InterruptedRunError.__name__, message, {}, InterruptedRunError.exit_code
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""

@@ -156,6 +156,7 @@ def _print_summary(found: "Inspection") -> None:
         if table.rows:
             click.echo()
             table.echo()
+    notes([found.summary()])  # last, since the tables of a large model scroll the head away
 
 
 def _extra(name: str, value: Any) -> str:

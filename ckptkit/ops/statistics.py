@@ -10,13 +10,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.core.dtypes import DType
 from ckptkit.core.layouts import Layout
 from ckptkit.core.plan import Key
 from ckptkit.ops.reports import Progress, Report
 from ckptkit.ops.selection import select
 from ckptkit.ops.sources import open
 from ckptkit.ops.streaming import Chunk, visit
-from ckptkit.ops.values import is_number, numbers
+from ckptkit.ops.values import Bits, is_number, numbers
+
+_PIECE = 1 << 15
+"""Elements that are looked at together."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def stats(
     def look(chunk: Chunk) -> None:
         key, (bits,) = chunk.key, chunk.bits
         if is_number(held[key]):
-            found = _Sums.of(numbers(bits, held[key]))
+            found = _Sums.of(bits, held[key])
             with lock:
                 sums[key].add(found)
 
@@ -130,22 +134,33 @@ class _Sums:
     squares: float = 0.0
 
     @classmethod
-    def of(cls, values: npt.NDArray[np.floating]) -> "_Sums":
-        found = cls(zeros=len(values) - int(np.count_nonzero(values)))
-        finite = values
-        # One sum tells whether all are finite, far more often than not.
+    def of(cls, bits: Bits, dtype: DType) -> "_Sums":
+        """Sums over elements in pieces that stay in the cache. All sums are float64: squares of moments vanish in float32."""
+        found = cls()
+        step = _PIECE * dtype.itemsize
         with np.errstate(all="ignore"):
-            clean = bool(np.isfinite(np.sum(values, dtype=np.float64)))
-        if not clean:
-            found.nans = int(np.isnan(values).sum())
-            found.infs = int(np.isinf(values).sum())
-            finite = values[np.isfinite(values)]
-        found.finite = len(finite)
-        if len(finite):
-            found.low, found.high = float(finite.min()), float(finite.max())
-            found.total = float(np.sum(finite, dtype=np.float64))
-            found.squares = _squares(finite)
+            for start in range(0, len(bits), step):
+                found._piece(numbers(bits[start : start + step], dtype))
         return found
+
+    def _piece(self, values: npt.NDArray[np.floating]) -> None:
+        self.zeros += int(np.count_nonzero(values == 0))
+        low, high = values.min(), values.max()
+        if not (np.isfinite(low) and np.isfinite(high)):  # a NaN anywhere makes both NaN
+            finite = np.isfinite(values)
+            nans = int(np.count_nonzero(np.isnan(values)))
+            self.nans += nans
+            self.infs += len(values) - nans - int(np.count_nonzero(finite))
+            values = values[finite]
+            if not len(values):
+                return
+            low, high = values.min(), values.max()
+        exact = values.astype(np.float64, copy=False)
+        self.finite += len(exact)
+        self.low, self.high = min(self.low, float(low)), max(self.high, float(high))
+        self.total += float(exact.sum())
+        # Not `@`: BLAS would wake threads of its own for each piece.
+        self.squares += float(np.square(exact).sum())
 
     def add(self, other: "_Sums") -> None:
         for name in ("finite", "nans", "infs", "zeros", "total", "squares"):
@@ -168,12 +183,3 @@ class _Sums:
             infs=self.infs,
             zeros=self.zeros,
         )
-
-
-def _squares(values: npt.NDArray[np.floating]) -> float:
-    """Sum of squares in float64, in pieces that stay in the cache: float32 squares of small moments would vanish."""
-    total = 0.0
-    for start in range(0, len(values), 1 << 15):
-        part = values[start : start + (1 << 15)].astype(np.float64)
-        total += float(part @ part)
-    return total

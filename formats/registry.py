@@ -69,8 +69,6 @@ def detect(store: Store) -> Format:
         hints.append(
             "several safetensors files without an index (model.safetensors.index.json) belong to no checkpoint"
         )
-    if any(path.endswith((".bin", ".pt", ".pth")) for path in files):
-        hints.append("pickled weights are not read: convert them to safetensors first")
     if any("/" in path for path in files):
         hints.append("a checkpoint may lie in a folder below")
     raise FormatError(

@@ -101,7 +101,11 @@ def _nothing_here(store: Store) -> FormatError:
             file=INDEX,
         )
     pickles = [path for path in files if path.endswith((".bin", ".pt", ".pth"))]
-    hint = f"; {some(pickles)} are pickles, convert them to safetensors first" if pickles else ""
+    hint = (
+        f"; {some(pickles)} are pickles of torch, which another format reads (leave out --from)"
+        if pickles
+        else ""
+    )
     return ShardMissingError(
         f"{store.url} has neither {SINGLE} nor {INDEX} (it has {some(files)}){hint}", file=SINGLE
     )

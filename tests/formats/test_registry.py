@@ -34,7 +34,6 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         ([], "it has no file"),
         (["notes.txt"], r"it has notes\.txt"),
         (["a/model.safetensors"], "a checkpoint may lie in a folder below"),
-        (["pytorch_model.bin"], "pickled weights are not read"),
         (["a.safetensors", "b.safetensors"], "several safetensors files without an index"),
         ([f"{k}.png" for k in range(30)], "and 22 more"),
     ],

@@ -7,6 +7,7 @@ Any set of boxes that tiles a tensor is read, and any layout is written: every r
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import ClassVar
 
@@ -15,7 +16,7 @@ import numpy as np
 from ckptkit.core import zero
 from ckptkit.core.catalog import ROLE_CODE, ROLES, Catalog, Entries, File
 from ckptkit.core.destination import Destination, Fixup, Literal
-from ckptkit.core.dtypes import TABLE
+from ckptkit.core.dtypes import TABLE, DType
 from ckptkit.core.layouts import Layout
 from ckptkit.core.local import LocalTensor
 from ckptkit.core.schema import STATE_ROLES, Tensor
@@ -303,9 +304,7 @@ class _Writer:
         for k in np.lexsort((entries.first, entries.local, entries.role, entries.file)).tolist():
             rank, role = int(entries.file[k]), ROLES[entries.role[k]]
             item, dtype, sizes = cut.locals[int(entries.local[k])], TABLE[entries.dtype[k]], cut.sizes[k]
-            nbytes = prod(sizes) * dtype.itemsize
-            held = StoredTensor(Storage("0", dtype, nbytes), dtype, 0, sizes, _strides(sizes))
-            made = skeleton(held, [nbytes], self.place(rank))
+            made = _tensor_zip(dtype, sizes).moved(self.place(rank))
             conv = self.state.convention
             key, path = conv.state(item.key, SLOT_OF[role]) if role in STATE_ROLES else conv.weight(item.key)
             stored = self.index.tensors.setdefault(key, Stored(dtype, cut.shapes[item.key], []))
@@ -313,6 +312,13 @@ class _Writer:
             self.index.paths[key] = path
             self.order.append(k)
             self.offset.append(made.data[0])
+
+
+@lru_cache(maxsize=1 << 16)
+def _tensor_zip(dtype: DType, sizes: tuple[int, ...]) -> Skeleton:
+    """The zip of one tensor, at the start of a file."""
+    nbytes = prod(sizes) * dtype.itemsize
+    return skeleton(StoredTensor(Storage("0", dtype, nbytes), dtype, 0, sizes, _strides(sizes)), [nbytes])
 
 
 def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:

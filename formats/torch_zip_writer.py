@@ -35,6 +35,18 @@ class Skeleton:
     fixups: tuple[Fixup, ...]
     data: tuple[int, ...]
 
+    def moved(self, by: int) -> "Skeleton":
+        """The same zip, `by` bytes further into its file."""
+        return Skeleton(
+            self.size,
+            tuple(Literal(one.offset + by, one.data) for one in self.literals),
+            tuple(
+                Fixup(f.kind, f.start + by, f.stop + by, tuple(at + by for at in f.offsets))
+                for f in self.fixups
+            ),
+            tuple(at + by for at in self.data),
+        )
+
 
 def skeleton(value: Any, storages: Sequence[int] = (), start: int = 0, root: str = "archive") -> Skeleton:
     """Lay out the zip of a value whose `StoredTensor`s lie in storages `"0"`, `"1"`, ...
@@ -90,7 +102,18 @@ def skeleton(value: Any, storages: Sequence[int] = (), start: int = 0, root: str
     literals.append(Literal(start + at, bytes(ends)))
     for begin, stop, local, central in open_crcs:
         fixups.append(Fixup("crc32", start + begin, start + stop, (start + local, start + at + central)))
-    return Skeleton(at + len(ends), tuple(literals), tuple(fixups), tuple(data))
+    return Skeleton(at + len(ends), tuple(_joined(literals)), tuple(fixups), tuple(data))
+
+
+def _joined(literals: list[Literal]) -> list[Literal]:
+    """Literals that touch made one: an item of one tensor has two, before and after its data."""
+    found: list[Literal] = []
+    for one in literals:
+        if found and found[-1].offset + len(found[-1].data) == one.offset:
+            found[-1] = Literal(found[-1].offset, found[-1].data + one.data)
+        else:
+            found.append(one)
+    return found
 
 
 def _end(count: int, length: int, offset: int) -> bytes:
@@ -103,3 +126,12 @@ def _end(count: int, length: int, offset: int) -> bytes:
     return wide + struct.pack(
         "<4sHHHHIIH", b"PK\x05\x06", 0, 0, short, short, min(length, _FULL), min(offset, _FULL), 0
     )
+
+
+def zip_bytes(value: Any, root: str = "archive") -> bytes:
+    """The whole zip of a value whose tensors all have their content (`TensorValue`)."""
+    made = skeleton(value, root=root)
+    data = bytearray(made.size)
+    for literal in made.literals:
+        data[literal.offset : literal.offset + len(literal.data)] = literal.data
+    return bytes(data)

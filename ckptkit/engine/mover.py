@@ -10,12 +10,12 @@ import threading
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from ckptkit.core.catalog import LEAF
 from ckptkit.engine.convert import convert
+from ckptkit.engine.digests import Hasher, digest
 from ckptkit.engine.schedule import Schedule
-from ckptkit.engine.sources import Sources, digest
+from ckptkit.engine.sources import FileChecks, Sources
 from ckptkit.stores.base import Reader
 
 PAGE = 4096
@@ -24,6 +24,7 @@ GUARD = PAGE
 
 _SCRATCH = LEAF + 64  # a block, and the rest of an element that starts in it
 _SMALL_RUN = 16 << 10  # runs below this are not worth a system call of their own
+_HELD = 32  # source files that a task keeps open at a time
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -51,9 +52,20 @@ class Worker:
         self.free: list[Buffer] = []
         self.bytes_in = 0
         self.open: dict[int, Buffer] = {}
+        self.hasher = Hasher()
+        self.sources: dict[int, _Held] = {}
 
     def take(self) -> Buffer:
         return self.free.pop() if self.free else Buffer(self.slab_bytes)
+
+
+class _Held:
+    """A source file while a task uses it."""
+
+    __slots__ = ("checks", "file", "reader")
+
+    def __init__(self, file: int, reader: Reader, checks: FileChecks | None) -> None:
+        self.file, self.reader, self.checks = file, reader, checks
 
 
 class Slab:
@@ -116,7 +128,7 @@ class Mover:
             ):
                 if self.stop.is_set():
                     raise Stopped
-                self._block(reader, begin, end, file, start, stop, slabs, worker)
+                self._block(reader, begin, end, self._hold(file, worker), start, stop, slabs, worker)
                 while due < len(done_at) and done_at[due] < end:
                     self._finish(slabs.pop(done_slab[due]), worker)
                     due += 1
@@ -126,6 +138,20 @@ class Mover:
         finally:
             worker.free.extend(worker.open.values())
             worker.open.clear()
+            self._release(worker)
+
+    def _hold(self, file: int, worker: Worker) -> _Held:
+        held = worker.sources.get(file)
+        if held is None:
+            if len(worker.sources) >= _HELD:
+                self._release(worker)
+            held = _Held(file, self.sources.files.take(file), self.sources.checks(file))
+            worker.sources[file] = held
+        return held
+
+    def _release(self, worker: Worker) -> None:
+        while worker.sources:
+            self.sources.files.give(worker.sources.popitem()[0])
 
     def _slabs(self, task: int) -> dict[int, Slab]:
         schedule = self.schedule
@@ -151,46 +177,40 @@ class Mover:
         parts: "_TaskParts",
         begin: int,
         end: int,
-        file: int,
+        held: _Held,
         start: int,
         stop: int,
         slabs: dict[int, Slab],
         worker: Worker,
     ) -> None:
         """Read one block and move parts `[begin, end)`, which all come from it."""
-        known = self.sources.leaves(file)
-        leaf = -1
-        if known is not None:
-            leaves, checked = known
-            number = (start - leaves.data_start) // LEAF
-            if 0 <= number < len(checked) and start >= leaves.data_start and not checked[number]:
-                leaf = number
-                stop = min(stop, leaves.data_start + leaves.size)
-        reader = self.sources.files.take(file)
-        try:
-            if self.direct and parts.readable_directly(begin, end):
-                self._read_direct(parts, begin, end, file, start, stop, leaf, slabs, worker)
-                return
-            low, high = parts.extent(begin, end)
+        checks, leaf = held.checks, -1
+        if checks is not None:
+            leaf = checks.due(start)
             if leaf >= 0:
-                low, high = start, max(high, stop)
-            view = worker.scratch.view[: high - low]
-            reader.readinto(low, view)
-            worker.bytes_in += high - low
-            if leaf >= 0:
-                self.sources.check_leaf(file, leaf, digest(view[: stop - start]), parts.entry(begin))
-            for part in range(begin, end):
-                slab = slabs[parts.slab[part]]
-                self._move(parts, part, self._open(slab, worker), slab.start, worker.scratch, low)
-        finally:
-            self.sources.files.give(file)
+                stop = min(stop, checks.stop)
+        if self.direct and parts.readable_directly(begin, end):
+            self._read_direct(parts, begin, end, held, start, stop, leaf, slabs, worker)
+            return
+        low, high = parts.extent(begin, end)
+        if leaf >= 0:
+            low, high = start, max(high, stop)
+        view = worker.scratch.view[: high - low]
+        held.reader.readinto(low, view)
+        worker.bytes_in += high - low
+        if leaf >= 0:
+            assert checks is not None
+            self.sources.check_leaf(held.file, checks, leaf, digest(view[: stop - start]), parts.entry(begin))
+        for part in range(begin, end):
+            slab = slabs[parts.slab[part]]
+            self._move(parts, part, self._open(slab, worker), slab.start, worker.scratch, low)
 
     def _read_direct(
         self,
         parts: "_TaskParts",
         begin: int,
         end: int,
-        file: int,
+        held: _Held,
         start: int,
         stop: int,
         leaf: int,
@@ -198,35 +218,41 @@ class Mover:
         worker: Worker,
     ) -> None:
         """Read runs straight into their slabs; with a leaf to check, what lies between them goes to scratch."""
-        reader = self.sources.files.take(file)
-        try:
-            hasher = None
-            if leaf >= 0:
-                hasher, position = xxhash.xxh3_128(), start
-            for part in range(begin, end):
-                slab = slabs[parts.slab[part]]
-                low, high = parts.src[part], parts.src_end[part]
-                if hasher is not None and low > position:
-                    self._skim(reader, hasher, position, low, worker)
-                at = GUARD + parts.dst[part] - slab.start
-                view = self._open(slab, worker).view[at : at + high - low]
-                reader.readinto(low, view)
-                worker.bytes_in += high - low
-                if hasher is not None:
+        readinto = held.reader.readinto
+        seen: list[memoryview] = []  # the leaf, piece by piece
+        position = start
+        for part in range(begin, end):
+            slab = slabs[parts.slab[part]]
+            low, high = parts.src[part], parts.src_end[part]
+            if leaf >= 0 and low > position:
+                seen.append(self._skim(held, position, low, start, worker))
+            at = GUARD + parts.dst[part] - slab.start
+            view = (worker.open.get(slab.number) or self._open(slab, worker)).view[at : at + high - low]
+            readinto(low, view)
+            worker.bytes_in += high - low
+            seen.append(view)
+            position = high
+        if leaf >= 0:
+            if position < stop:
+                seen.append(self._skim(held, position, stop, start, worker))
+            if len(seen) == 1:
+                found = digest(seen[0])
+            else:
+                hasher = worker.hasher
+                hasher.reset()
+                for view in seen:
                     hasher.update(view)
-                    position = high
-            if hasher is not None:
-                if position < stop:
-                    self._skim(reader, hasher, position, stop, worker)
-                self.sources.check_leaf(file, leaf, hasher.digest(), parts.entry(begin))
-        finally:
-            self.sources.files.give(file)
+                found = hasher.digest()
+            assert held.checks is not None
+            self.sources.check_leaf(held.file, held.checks, leaf, found, parts.entry(begin))
 
-    def _skim(self, reader: Reader, hasher: xxhash.xxh3_128, low: int, high: int, worker: Worker) -> None:
-        view = worker.scratch.view[: high - low]
-        reader.readinto(low, view)
+    @staticmethod
+    def _skim(held: _Held, low: int, high: int, start: int, worker: Worker) -> memoryview:
+        """Read a stretch of a block that no slab needs here, at its place in the scratch block."""
+        view = worker.scratch.view[low - start : high - start]
+        held.reader.readinto(low, view)
         worker.bytes_in += high - low
-        hasher.update(view)
+        return view
 
     def _move(
         self, parts: "_TaskParts", part: int, buffer: Buffer, slab_start: int, scratch: Buffer, low: int
@@ -276,6 +302,8 @@ class _TaskParts:
 
     def readable_directly(self, begin: int, end: int) -> bool:
         """Whether all parts are runs, disjoint in the source, and large enough for a read each."""
+        if end - begin == 1:
+            return self.flat[begin]
         if not all(self.flat[begin:end]):
             return False
         if (

@@ -8,11 +8,11 @@ import threading
 
 import numpy as np
 
-from ckptkit.core.catalog import LEAF
 from ckptkit.core.copies import Copies
+from ckptkit.engine.digests import digest
 from ckptkit.engine.mover import GUARD, Buffer, Bytes, Mover, Slab
 from ckptkit.engine.schedule import Schedule
-from ckptkit.engine.sources import Sources, digest
+from ckptkit.engine.sources import Sources
 from ckptkit.errors import CorruptionError
 
 
@@ -33,13 +33,11 @@ class Comparer(Mover):
             reader.readinto(slab.start, view)
         finally:
             self.sources.files.give(slab.file)
-        known = self.sources.leaves(slab.file)
-        if known is not None and slab.start >= known[0].data_start:
-            leaves, checked = known
-            leaf = (slab.start - leaves.data_start) // LEAF
-            if leaf < len(checked) and not checked[leaf]:
-                data = view[: leaves.data_start + leaves.size - slab.start]
-                self.sources.check_leaf(slab.file, leaf, digest(data), self._entry(slab))
+        checks = self.sources.checks(slab.file)
+        leaf = -1 if checks is None else checks.due(slab.start)
+        if checks is not None and leaf >= 0:
+            found = digest(view[: checks.stop - slab.start])
+            self.sources.check_leaf(slab.file, checks, leaf, found, self._entry(slab))
 
     def _entry(self, slab: Slab) -> int:
         """An entry of the slab's file that a pair refers to, for messages."""

@@ -1,5 +1,6 @@
 """The source while it is read: open files, leaf digests checked at first read, and whether anything changed meanwhile."""
 
+import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -7,7 +8,6 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from ckptkit.core.catalog import LEAF, Catalog, Leaves
 from ckptkit.errors import CorruptionError, FormatError
@@ -22,10 +22,14 @@ T = TypeVar("T", bound=_Closable)
 
 
 class OpenFiles(Generic[T]):
-    """At most about `limit` open files, shared by threads; the longest unused is closed first."""
+    """Open files, shared by threads; the longest unused is closed first when there are many.
 
-    def __init__(self, open_: Callable[[int], T], limit: int) -> None:
-        self._open, self._limit = open_, limit
+    Several such sets may be in use, so each keeps to a small share of the descriptors that the process may have.
+    """
+
+    def __init__(self, open_: Callable[[int], T]) -> None:
+        self._open = open_
+        self._limit = max(8, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 1024))
         self._files: OrderedDict[int, list] = OrderedDict()  # number: [file, users]
         self._lock = threading.Lock()
 
@@ -58,6 +62,29 @@ class OpenFiles(Generic[T]):
                 self._files.popitem()[1][0].close()
 
 
+class FileChecks:
+    """The digests of one source file, and which of its leaves were compared.
+
+    Attributes:
+        leaves: As the catalog gives them; leaf `k` starts at `start + k * LEAF`.
+        start, stop: Of the bytes that have digests.
+        done: A byte a leaf: whether it was compared.
+    """
+
+    __slots__ = ("done", "expected", "leaves", "start", "stop")
+
+    def __init__(self, leaves: Leaves) -> None:
+        self.leaves = leaves
+        self.start, self.stop = leaves.data_start, leaves.data_start + leaves.size
+        self.expected = leaves.digests.tobytes()
+        self.done = bytearray(len(leaves.digests))
+
+    def due(self, start: int) -> int:
+        """The leaf that starts at byte `start`, if it is still to be compared; else -1."""
+        leaf, rest = divmod(start - self.start, LEAF)
+        return leaf if not rest and 0 <= leaf < len(self.done) and not self.done[leaf] else -1
+
+
 class Sources:
     """The files of a source catalog.
 
@@ -65,33 +92,31 @@ class Sources:
         verify: Whether leaves are compared with their digests where the catalog has any.
     """
 
-    def __init__(self, store: Store, catalog: Catalog, *, verify: bool, limit: int = 512) -> None:
+    def __init__(self, store: Store, catalog: Catalog, *, verify: bool) -> None:
         self.store, self.catalog = store, catalog
         self.verify = verify and catalog.leaves is not None
-        self.files: OpenFiles[Reader] = OpenFiles(
-            lambda number: store.open(catalog.files[number].path), limit
-        )
+        self.files: OpenFiles[Reader] = OpenFiles(lambda number: store.open(catalog.files[number].path))
         self._lock = threading.Lock()
-        self._leaves: dict[int, tuple[Leaves, npt.NDArray[np.bool_]] | None] = {}
+        self._checks: dict[int, FileChecks | None] = {}
         self.identities: dict[int, str] = {}
 
-    def leaves(self, number: int) -> tuple[Leaves, npt.NDArray[np.bool_]] | None:
-        """A file's digests and which of its leaves were checked so far; None where there is nothing to check."""
+    def checks(self, number: int) -> FileChecks | None:
+        """A file's digests and which of its leaves were compared so far; None where there is nothing to compare."""
         if not self.verify:
             return None
-        if number in self._leaves:
-            return self._leaves[number]
+        if number in self._checks:
+            return self._checks[number]
         with self._lock:
-            if number not in self._leaves:
+            if number not in self._checks:
                 assert self.catalog.leaves is not None
                 found = self.catalog.leaves(number)
-                self._leaves[number] = None if found is None else (found, np.zeros(len(found.digests), bool))
-            return self._leaves[number]
+                self._checks[number] = None if found is None else FileChecks(found)
+            return self._checks[number]
 
     @property
     def checked(self) -> int:
         """Leaves that were compared with their digests."""
-        return sum(int(found[1].sum()) for found in self._leaves.values() if found is not None)
+        return sum(found.done.count(1) for found in self._checks.values() if found is not None)
 
     def note_identities(self, numbers: npt.NDArray[np.integer]) -> None:
         """Remember what the files are now. Raises FormatError when one differs from when its header was read."""
@@ -116,19 +141,16 @@ class Sources:
             file=path,
         )
 
-    def check_leaf(self, number: int, leaf: int, digest: bytes, entry: int) -> None:
+    def check_leaf(self, number: int, checks: FileChecks, leaf: int, digest: bytes, entry: int) -> None:
         """Compare the digest of a leaf just read; `entry` is what it was read for, for the message.
 
         Raises CorruptionError.
         """
-        found = self.leaves(number)
-        assert found is not None
-        leaves, checked = found
-        expected = leaves.digests[leaf].tobytes()
+        expected = checks.expected[16 * leaf : 16 * leaf + 16]
         if digest != expected:
             path = self.catalog.files[number].path
             raise CorruptionError(
-                f"leaf {leaf} of {path} in {self.catalog.where} ({self.describe(entry, leaves, leaf)}): xxh3 is "
+                f"leaf {leaf} of {path} in {self.catalog.where} ({self.describe(entry, checks.leaves, leaf)}): xxh3 is "
                 f"{digest.hex()}, its digest file says {expected.hex()}. The file changed after it was written; load "
                 "another copy or an earlier step, or repair it",
                 file=path,
@@ -136,7 +158,7 @@ class Sources:
                 expected=expected.hex(),
                 found=digest.hex(),
             )
-        checked[leaf] = True
+        checks.done[leaf] = 1
 
     def describe(self, entry: int, leaves: Leaves, leaf: int) -> str:
         """The piece of an entry that lies in a leaf."""
@@ -163,8 +185,3 @@ class Sources:
 
     def close(self) -> None:
         self.files.close()
-
-
-def digest(data: memoryview) -> bytes:
-    """xxh3-128 of a leaf, 16 bytes, canonical (big-endian)."""
-    return xxhash.xxh3_128_digest(data)

@@ -14,7 +14,8 @@ from ckptkit.core.catalog import LEAF
 from ckptkit.core.copies import Copies
 from ckptkit.core.destination import Destination
 from ckptkit.core.plan import Plan
-from ckptkit.engine.sources import Sources, digest
+from ckptkit.engine.digests import digest
+from ckptkit.engine.sources import Sources
 from ckptkit.engine.writer import Outputs
 from ckptkit.stores.base import Reader
 from ckptkit.stores.system import FICLONE
@@ -106,18 +107,18 @@ def _take_digests(
     sources: Sources, outputs: Outputs, reader: Reader, number: int, source: int, size: int
 ) -> None:
     """Check the source's leaves, if they are to be checked, and give the clone its digests."""
-    known = sources.leaves(source)
+    checks = sources.checks(source)
     want = outputs.destination.digests
-    if known is None and not want:
+    if checks is None and not want:
         return
-    origin = int(outputs.origins[number]) if want else (known[0].data_start if known else 0)
+    origin = int(outputs.origins[number]) if want or checks is None else checks.start
     entry = int(np.flatnonzero(sources.catalog.entries.file == source)[0])
     buffer = memoryview(bytearray(LEAF))
     for leaf, offset in enumerate(range(origin, size, LEAF)):
         view = buffer[: min(LEAF, size - offset)]
         reader.readinto(offset, view)
         value = digest(view)
-        if known is not None and known[0].data_start == origin:
-            sources.check_leaf(source, leaf, value, entry)
+        if checks is not None and checks.start == origin:
+            sources.check_leaf(source, checks, leaf, value, entry)
         if want:
-            outputs.digests_of(number)[leaf] = np.frombuffer(value, np.uint8)
+            outputs.set_digest(number, leaf, value)

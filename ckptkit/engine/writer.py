@@ -15,11 +15,12 @@ import numpy.typing as npt
 from ckptkit.core.catalog import LEAF, Leaves
 from ckptkit.core.destination import Destination, Fixup, Written
 from ckptkit.engine import checksums
+from ckptkit.engine.digests import digest
 from ckptkit.engine.grids import Grid
 from ckptkit.engine.journal import Durable, Journal
 from ckptkit.engine.mover import GUARD, Buffer, Mover, Slab
 from ckptkit.engine.schedule import Schedule
-from ckptkit.engine.sources import OpenFiles, Sources, digest
+from ckptkit.engine.sources import OpenFiles, Sources
 from ckptkit.stores.durable import OutFile, UnfinishedFolder
 
 SEGMENT = 64 << 20
@@ -46,14 +47,14 @@ class Outputs:
         self.files: OpenFiles[OutFile] = OpenFiles(
             lambda n: folder.file(
                 catalog.files[n].path, catalog.files[n].size, direct and self.sizes[n] >= LEAF
-            ),
-            limit,
+            )
         )
+        self._starts: list[int] = self.origins.tolist()
         heads = (self.origins > 0).astype(np.int64)
         self._first = np.concatenate([[0], np.cumsum(heads + -(-(self.sizes - self.origins) // SEGMENT))])
         self.segments = int(self._first[-1])
         self.written = 0
-        self.leaf_digests: dict[int, npt.NDArray[np.uint8]] = {}
+        self._digests: dict[int, bytearray] = {}  # by file: 16 bytes a leaf
         self.sums: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)  # by segment
         self._lock = threading.Lock()
         self.fixups = {
@@ -92,13 +93,15 @@ class Outputs:
     def leaf_count(self, file: int) -> int:
         return int(-(-(self.sizes[file] - self.origins[file]) // LEAF))
 
-    def digests_of(self, file: int) -> npt.NDArray[np.uint8]:
-        """The table of leaf digests of a file, `[leaves, 16]`."""
-        with self._lock:
-            found = self.leaf_digests.get(file)
-            if found is None:
-                found = self.leaf_digests[file] = np.zeros((self.leaf_count(file), 16), np.uint8)
-            return found
+    def _table(self, file: int) -> bytearray:
+        found = self._digests.get(file)
+        if found is None:
+            with self._lock:
+                found = self._digests.setdefault(file, bytearray(16 * self.leaf_count(file)))
+        return found
+
+    def set_digest(self, file: int, leaf: int, value: bytes) -> None:
+        self._table(file)[16 * leaf : 16 * leaf + 16] = value
 
     def restore(self, durable: list[Durable]) -> None:
         """Take over segments that a former run made durable."""
@@ -108,8 +111,7 @@ class Outputs:
             segment = int(self._first[row.file]) + row.segment
             first, last = self.leaf_range(row.file, row.segment)
             if last > first:
-                table = np.frombuffer(row.digests, np.uint8).reshape(last - first, 16)
-                self.digests_of(row.file)[first:last] = table
+                self._table(row.file)[16 * first : 16 * last] = row.digests
             self.sums[segment] = list(row.sums)
             self.done[segment] = True
 
@@ -117,7 +119,7 @@ class Outputs:
         """The journal's line for a segment."""
         file, number = self.locate(segment)
         first, last = self.leaf_range(file, number)
-        digests = self.digests_of(file)[first:last].tobytes() if last > first else b""
+        digests = bytes(self._table(file)[16 * first : 16 * last]) if last > first else b""
         return Durable(file, number, digests, tuple(self.sums.get(segment, ())))
 
     def record(self, slab: Slab, data: memoryview, segment: int) -> None:
@@ -136,12 +138,13 @@ class Outputs:
             if found:
                 with self._lock:
                     self.sums[segment].extend(found)
-        if self.destination.digests and slab.start >= self.origins[slab.file]:
-            table = self.digests_of(slab.file)
-            leaf = (slab.start - int(self.origins[slab.file])) // LEAF
+        origin = self._starts[slab.file]
+        if self.destination.digests and slab.start >= origin:
+            table = self._table(slab.file)
+            at = 16 * ((slab.start - origin) // LEAF)
             for offset in range(0, slab.stop - slab.start, LEAF):
-                table[leaf] = np.frombuffer(digest(data[offset : offset + LEAF]), np.uint8)
-                leaf += 1
+                table[at : at + 16] = digest(data[offset : offset + LEAF])
+                at += 16
 
     def apply_fixups(self) -> None:
         """Write every computed field, and digest the leaves they lie in again. All slabs must be written."""
@@ -171,10 +174,10 @@ class Outputs:
         return checksums.total(fixup.start, fixup.stop, parts).to_bytes(4, "little")
 
     def _digest_again(self, out: OutFile, file: int, offsets: set[int]) -> None:
-        origin, table = int(self.origins[file]), self.digests_of(file)
+        origin = self._starts[file]
         for leaf in {(offset - origin) // LEAF for offset in offsets if offset >= origin}:
             data = out.read(origin + leaf * LEAF, min(LEAF, out.size - origin - leaf * LEAF))
-            table[leaf] = np.frombuffer(digest(memoryview(data)), np.uint8)
+            self.set_digest(file, leaf, digest(memoryview(bytearray(data))))
 
     def sync_all(self) -> None:
         """Make every file durable, those without any byte included."""
@@ -195,7 +198,8 @@ class Outputs:
             leaves = None
             if self.destination.digests:
                 start = int(self.origins[number])
-                leaves = Leaves(start, file.size - start, self.digests_of(number))
+                table = np.frombuffer(bytes(self._table(number)), np.uint8).reshape(-1, 16)
+                leaves = Leaves(start, file.size - start, table)
             found.append(Written(file.path, file.size, leaves))
         return found
 

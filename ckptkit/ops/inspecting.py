@@ -16,6 +16,7 @@ from ckptkit.errors import UsageError
 from ckptkit.ops.boxes import Selection, parse_box
 from ckptkit.ops.folding import fold, fold_names
 from ckptkit.ops.reports import Report, count_text, nbytes_text
+from ckptkit.ops.sizes import total_nbytes
 from ckptkit.ops.sources import Source, open
 from ckptkit.ops.streaming import read_box
 
@@ -232,7 +233,7 @@ def inspection(source: Source, *, everything: bool = False) -> Inspection:
         step=catalog.step,
         epoch=catalog.facts.get("epoch"),
         files=len(files),
-        nbytes=sum(source.store.size(file) for file in files),
+        nbytes=total_nbytes(source.store, files),
         data_nbytes=data,
         padding_nbytes=stored - real,
         replica_nbytes=max(real - data, 0),

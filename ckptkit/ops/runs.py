@@ -15,6 +15,7 @@ from ckptkit.errors import CkptError, FormatError, ShardMissingError, StoreError
 from ckptkit.formats import registry
 from ckptkit.formats.base import Format
 from ckptkit.ops.reports import Progress, Report, nbytes_text
+from ckptkit.ops.sizes import total_nbytes
 
 NAMES = tuple(
     re.compile(pattern)
@@ -185,12 +186,7 @@ def _measure(run: str, name: str, epoch: int, step: int) -> StepInfo:
     path = f"{run.rstrip('/')}/{name}"
     store = stores.open_store(path)
     files = store.files()
-    nbytes = 0
-    for file in files:
-        try:
-            nbytes += store.size(file)
-        except CkptError:  # gone in the meantime, or a link out of the folder: reading it tells
-            continue
+    nbytes = total_nbytes(store, files)
     age = stores.age_s(path)
     return StepInfo(name, path, step, epoch, "", age_s=age, nbytes=nbytes, files=len(files))
 

@@ -2,15 +2,14 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Lock, local
+from threading import Event, Lock
 
 import numpy as np
 import xxhash
 
 from ckptkit.core.catalog import LEAF, ROLES, Catalog, Leaves
-from ckptkit.engine.executor import usable_cpus
+from ckptkit.engine.executor import run_tasks, usable_cpus
 from ckptkit.errors import CkptError
 from ckptkit.ops.folding import fold_names
 from ckptkit.ops.reports import Progress
@@ -79,23 +78,22 @@ def check_leaves(
             result.leaves += len(leaves.digests)
     units = list(_units(known, share))
     total = sum(len(leaves) for _, leaves in units) * LEAF
-    lock, room = Lock(), local()
+    count = max(1, min(threads or usable_cpus(), len(units)))
+    buffers = [memoryview(bytearray(LEAF)) for _ in range(count)]
+    lock = Lock()
 
-    def read(unit: tuple[int, Sequence[int]]) -> None:
-        number, wanted = unit
-        if not hasattr(room, "buffer"):
-            room.buffer = memoryview(bytearray(LEAF))
+    def read(task: int, worker: int) -> None:
+        number, wanted = units[task]
         leaves, path = known[number], catalog.files[number].path
         bad: list[Fault] = []
         nbytes = checked = 0
         try:
             with store.open(path) as reader:
                 for leaf in wanted:
-                    size = min(LEAF, leaves.size - leaf * LEAF)
-                    view = room.buffer[:size]
+                    view = buffers[worker][: min(LEAF, leaves.size - leaf * LEAF)]
                     reader.readinto(leaves.data_start + leaf * LEAF, view)
                     found, expected = xxhash.xxh3_128_digest(view), leaves.digests[leaf].tobytes()
-                    nbytes, checked = nbytes + size, checked + 1
+                    nbytes, checked = nbytes + len(view), checked + 1
                     if found != expected:
                         bad.append(_leaf_fault(catalog, number, leaves, leaf, found, expected))
         except CkptError as error:
@@ -104,13 +102,13 @@ def check_leaves(
             result.faults += bad
             result.nbytes += nbytes
             result.checked += checked
-            if progress is not None:
-                progress(min(result.checked * LEAF, total), total)
 
-    count = threads or usable_cpus()
-    with ThreadPoolExecutor(max(1, min(count, len(units)))) as pool:
-        for _ in pool.map(read, units):
-            pass
+    def tick() -> None:
+        if progress is not None:
+            progress(min(result.checked * LEAF, total), total)
+
+    run_tasks(len(units), count, read, Event(), tick)
+    tick()
     result.faults.sort(key=lambda fault: (fault.file, fault.what))
     return result
 

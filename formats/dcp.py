@@ -3,10 +3,11 @@
     .metadata              which boxes of which tensors lie where; written last
     __<rank>_<n>.distcp    items, one after the other
 
+Files that torch wrote as safetensors instead are read too (`ckptkit.formats.dcp_safetensors`).
 Any set of boxes that tiles a tensor is read, and any layout is written: every rank's share as boxes of global tensors.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import ClassVar
@@ -21,12 +22,12 @@ from ckptkit.core.layouts import Layout
 from ckptkit.core.local import LocalTensor
 from ckptkit.core.schema import STATE_ROLES, Tensor
 from ckptkit.errors import CoverageError, FormatError
-from ckptkit.formats import model_config
+from ckptkit.formats import dcp_safetensors, model_config
 from ckptkit.formats.base import Checksum, Format, ReadOptions, WriteOptions
 from ckptkit.formats.binding import model_of
 from ckptkit.formats.carried import carried
 from ckptkit.formats.chunks import Cut, Locals, bind_names, cut_boxes, plain_local, plain_tensor
-from ckptkit.formats.dcp_items import Wanted, load_objects, locate
+from ckptkit.formats.dcp_items import Found, Wanted, load_objects, locate
 from ckptkit.formats.dcp_metadata import (
     NAME,
     Chunk,
@@ -63,14 +64,24 @@ class DcpFormat(Format):
     marker: ClassVar[str | None] = NAME
 
     def detect(self, store: Store) -> bool:
-        return bool(metadata_files(store)) and not store.exists("metadata.json")  # that one is Megatron's
+        if metadata_files(store):
+            return not store.exists("metadata.json")  # that one is Megatron's
+        return dcp_safetensors.looks_like(store)
 
     def read(self, store: Store, options: ReadOptions = ReadOptions()) -> Catalog:
-        index = read_index(store)
-        check_files(store, index)
         warnings: list[str] = []
-        files = carried(store, warnings)
-        model = model_of(model_config.read_config(files, options, store.url), options, store.url)
+        if not metadata_files(store) and dcp_safetensors.looks_like(store):
+            headers, found = dcp_safetensors.read_shards(store, warnings)
+            index = Index(found)
+            files = [File(h.path, h.size, h.data_start, dcp_safetensors.rank_of(h.path)) for h in headers]
+            place = _placed
+        else:
+            index = read_index(store)
+            check_files(store, index)
+            files = [File(path, store.size(path), 0, rank_of(path)) for path in index.files]
+            place = locate
+        carried_ = carried(store, warnings)
+        model = model_of(model_config.read_config(carried_, options, store.url), options, store.url)
         known = {key for f in model.families for key in model.names(f).keys} if model is not None else set()
         keys = sort_keys(index.tensors, index.objects, index.paths, known)
         stored = _stored(keys, index)
@@ -88,19 +99,19 @@ class DcpFormat(Format):
             warnings.append(
                 f"{len(keys.unknown)} optimizer tensors of unknown meaning were left out, such as {keys.unknown[0]}"
             )
-        paths = index.files
-        locals_, entries = _entries(store, stored, bound, tensors, paths)
+        paths = [file.path for file in files]
+        locals_, entries = _entries(store, stored, bound, tensors, paths, place)
         values = load_objects(store, wanted_objects(index, keys, warnings))
         extras, layout = read_extras(values, index.paths, keys, bound, warnings)
-        extras.files = files
+        extras.files = carried_
         return Catalog(
             format=self.name,
             where=store.url,
             tensors=tensors,
             locals=locals_,
-            files=[File(path, store.size(path), 0, rank_of(path)) for path in paths],
+            files=files,
             entries=entries,
-            layout=layout or _fsdp_layout(stored, paths),
+            layout=layout or _fsdp_layout(stored, max((file.rank for file in files), default=0) + 1),
             model=model,
             names=family,
             extras=extras,
@@ -109,6 +120,8 @@ class DcpFormat(Format):
         )
 
     def checksums(self, store: Store, catalog: Catalog) -> Iterator[Checksum]:
+        if not metadata_files(store):
+            return
         for path, items in items_by_file(read_index(store)).items():
             with store.open(path) as reader:
                 for key, item in items:
@@ -166,6 +179,7 @@ def _entries(
     bound: Mapping[str, LocalTensor],
     tensors: Mapping[str, Tensor],
     paths: Sequence[str],
+    place: Callable[[Store, Sequence[Wanted]], list[Found]],
 ) -> tuple[list[LocalTensor], Entries]:
     """Every stored chunk as an entry. Raises CoverageError where the chunks of a tensor leave a gap."""
     file_of = {path: number for number, path in enumerate(paths)}
@@ -187,7 +201,7 @@ def _entries(
                 empty.append(((name, role), first))
     locals_ = Locals()
     table = []
-    for ((name, role), chunk), found in zip(rows, locate(store, wanted), strict=True):
+    for ((name, role), chunk), found in zip(rows, place(store, wanted), strict=True):
         item, tensor = bound[name], stored[name, role]
         local, first_, last = locals_.chunk(item, chunk.start, chunk.sizes, found.strides)
         assert chunk.item is not None
@@ -231,9 +245,13 @@ def _check_tiling(name: str, role: str, tensor: Stored) -> None:
         )
 
 
-def _fsdp_layout(stored: Mapping[_Key, Stored], paths: Sequence[str]) -> Layout | None:
+def _placed(store: Store, wanted: Sequence[Wanted]) -> list[Found]:
+    """Of items that are bare tensors."""
+    return [Found(one.item.offset) for one in wanted]
+
+
+def _fsdp_layout(stored: Mapping[_Key, Stored], ranks: int) -> Layout | None:
     """The layout, where every tensor is cut as FSDP2 does it over the ranks that have files."""
-    ranks = max((rank_of(path) for path in paths), default=0) + 1
     if ranks <= 1:
         return Layout()
     for (_, role), tensor in stored.items():

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -89,6 +90,7 @@ def save(root: Path) -> None:
     dcp.save(
         {"model": weights}, storage_writer=dcp.FileSystemWriter(root / "many", single_file_per_rank=False)
     )
+    dcp.save(dict(weights), storage_writer=HuggingFaceStorageWriter(str(root / "hf"), save_distributed=True))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(60.0).reshape(6, 10)
     tp = {

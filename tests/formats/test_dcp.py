@@ -130,6 +130,22 @@ def test_a_file_for_every_item_is_read(samples: Path) -> None:
     }
 
 
+def test_shards_that_torch_wrote_as_safetensors_are_read(samples: Path, tmp_path: Path) -> None:
+    """Boxes begin where their headers say; a missing rank is noticed where another follows, and else said to be unknown."""
+    found = read(samples / "hf")
+
+    assert found.format == "dcp" and found.layout == Layout.parse("dp=2,zero=3")
+    values = gather(samples / "hf", found)
+    assert {n: a.tobytes() for (n, _), a in values.items()} == {
+        n: bits(t) for n, t in whole(samples)["model"].items()
+    }
+    assert "do not state global shapes" in found.facts["warnings"][0]
+    shutil.copytree(samples / "hf", tmp_path / "hf")
+    next((tmp_path / "hf").glob("shard-00001-*")).unlink()
+    with pytest.raises(ShardMissingError, match="none of rank 0"):
+        read(tmp_path / "hf")
+
+
 @pytest.mark.parametrize("kind, layout", [("nested", "dp=4,zero=3"), ("flat", "dp=3,zero=1")])
 def test_torch_goes_on_from_what_we_wrote(samples: Path, tmp_path: Path, kind: str, layout: str) -> None:
     """FSDP2 on two ranks loads the resharded state over other values; it and the next step equal the original's."""

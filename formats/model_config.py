@@ -8,7 +8,7 @@ import numpy as np
 
 from ckptkit.core.catalog import ROLE_CODE, Catalog
 from ckptkit.core.dtypes import TABLE
-from ckptkit.errors import FormatError, LayoutError
+from ckptkit.errors import CkptError, FormatError, LayoutError
 from ckptkit.formats.base import ReadOptions
 from ckptkit.formats.carried import check_names
 
@@ -50,6 +50,7 @@ def config_bytes(shards: Catalog) -> bytes | None:
                 f"them for {', '.join(known)}"
             )
         config = known[shards.names](shards.model.config) if known else dict(shards.model.config)
+        _check_written(config, shards)
     if config is None:
         return None
     main = _main_dtype(shards)
@@ -71,6 +72,25 @@ def small_files(shards: Catalog, taken: Collection[str]) -> Iterator[tuple[str, 
     for name in files:
         if name != NAME:
             yield name, files[name]
+
+
+def _check_written(config: Mapping[str, Any], shards: Catalog) -> None:
+    """Raise FormatError, before anything is written, where a configuration would not be read back as the same model."""
+    model = shards.model
+    assert model is not None
+    try:
+        again = model.schema.bind(config)
+    except CkptError as error:
+        raise FormatError(
+            f"{NAME} in the terms of {shards.names} would not be read again: {error}. Complete the source's configuration, or "
+            "give one with --config",
+            file=NAME,
+        ) from error
+    if (again.sizes, again.flags) != (model.sizes, model.flags):
+        raise FormatError(
+            f"{NAME} in the terms of {shards.names} would describe another model: {again.sizes} instead of {model.sizes}",
+            file=NAME,
+        )
 
 
 def _main_dtype(shards: Catalog) -> str:

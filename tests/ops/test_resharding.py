@@ -13,7 +13,7 @@ import pytest
 from ckptkit import ops
 from ckptkit.core.catalog import Extras
 from ckptkit.core.dtypes import dtype_named
-from ckptkit.errors import CoverageError, InterruptedRunError, LayoutError, StoreError, UsageError
+from ckptkit.errors import CkptError, CoverageError, InterruptedRunError, LayoutError, StoreError, UsageError
 from ckptkit.formats import reference
 from ckptkit.formats.native import NativeFormat
 from tests.ops.making import TRAINED, ZAYA, contents, flip, make, values
@@ -518,3 +518,17 @@ def test_virtual_stages_keep_every_layer(tmp_path: Path) -> None:
     for number, layout in enumerate(("pp=2,vpp=5", "tp=1", "pp=5,vpp=2,dp=2,zero=1"), 1):
         made = ops.reshard(made, str(tmp_path / str(number)), layout=layout).url
         reference.same(truth, values(made))
+
+
+def test_a_configuration_that_cannot_be_said_is_found_before_anything_is_written(
+    tmp_path: Path, weights: str
+) -> None:
+    """Without rotary parameters the original layout's configuration would be useless: refused, and no folder appears."""
+    bare = Path(shutil.copytree(weights, tmp_path / "bare"))
+    config = json.loads((bare / "config.json").read_text())
+    del config["rope_parameters"]
+    (bare / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(CkptError, match="rope"):
+        ops.reshard(str(bare), str(tmp_path / "hub"), to="hub")
+    assert [path.name for path in tmp_path.iterdir()] == ["bare"]

@@ -102,7 +102,7 @@ class DcpFormat(Format):
         paths = [file.path for file in files]
         locals_, entries = _entries(store, stored, bound, tensors, paths, place)
         values = load_objects(store, wanted_objects(index, keys, warnings))
-        extras, layout = read_extras(values, index.paths, keys, bound, warnings)
+        extras, origin = read_extras(values, index.paths, keys, bound, warnings)
         extras.files = carried_
         return Catalog(
             format=self.name,
@@ -111,11 +111,11 @@ class DcpFormat(Format):
             locals=locals_,
             files=files,
             entries=entries,
-            layout=layout or _fsdp_layout(stored, max((file.rank for file in files), default=0) + 1),
+            layout=origin.layout or _fsdp_layout(stored, max((file.rank for file in files), default=0) + 1),
             model=model,
             names=family,
             extras=extras,
-            facts={"warnings": warnings},
+            facts={**origin.facts, "warnings": warnings},
             identities={path: store.identity(path) for path in [*paths, *index.sources]},
         )
 
@@ -137,7 +137,7 @@ class DcpFormat(Format):
             shards.locals[int(k)].key
             for k in np.unique(shards.entries.local[shards.entries.role == ROLE_CODE["exp_avg"]])
         }
-        state = write_extras(shards, stored, trained)
+        state = write_extras(shards, stored, trained, options.facts)
         writer = _Writer(state)
         writer.objects()
         writer.tensors(cut)

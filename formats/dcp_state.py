@@ -61,6 +61,14 @@ def _parts(prefix: str) -> Path:
     return tuple(prefix.removesuffix(".").split(".")) if prefix else ()
 
 
+@dataclass(frozen=True)
+class Origin:
+    """How a checkpoint of ours was written: its layout, and the facts that go with it (`partial`, lineage, epoch)."""
+
+    layout: Layout | None
+    facts: dict[str, Any]
+
+
 @dataclass
 class State:
     """What extras come to in a distributed checkpoint: `(key, path, value)` of objects, and of scalar tensors."""
@@ -94,8 +102,8 @@ def read_extras(
     keys: Keys,
     locals_: Mapping[str, LocalTensor],
     warnings: list[str],
-) -> tuple[Extras, Layout | None]:
-    """Extras of a training state, and the layout it was written in where it was one of ours.
+) -> tuple[Extras, Origin]:
+    """Extras of a training state, and what is known of how it was written where it was one of ours.
 
     Args:
         values: Plain values (`ckptkit.formats.plain`) of `keys.extras`. Taken over.
@@ -130,7 +138,7 @@ def read_extras(
             "objects": [[key, list(paths.get(key, (key,))), value] for key, value in others.items()],
         }
     layout = ours.get("layout")
-    return found, Layout.parse(layout) if isinstance(layout, str) else None
+    return found, Origin(Layout.parse(layout) if isinstance(layout, str) else None, ours.get("facts", {}))
 
 
 def _own(value: Any) -> dict[str, Any]:
@@ -140,7 +148,14 @@ def _own(value: Any) -> dict[str, Any]:
         found = json.loads(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise FormatError(f"the object {OURS!r} of the checkpoint is no JSON: {error}") from None
-    shape = {"common": dict, "by_coordinate": dict, "by_sample": list, "groups": list, "layout": str}
+    shape = {
+        "common": dict,
+        "by_coordinate": dict,
+        "by_sample": list,
+        "groups": list,
+        "layout": str,
+        "facts": dict,
+    }
     if not isinstance(found, dict) or any(
         not isinstance(found[k], t) for k, t in shape.items() if k in found
     ):
@@ -200,12 +215,15 @@ def _by_sample(others: dict[str, Any]) -> list[Any]:
     return [others.pop(ranks[n]) for n in range(len(ranks))]
 
 
-def write_extras(shards: Catalog, names: Mapping[str, LocalTensor], trained: set[str]) -> State:
+def write_extras(
+    shards: Catalog, names: Mapping[str, LocalTensor], trained: set[str], facts: Mapping[str, Any]
+) -> State:
     """What the extras of `shards` come to.
 
     Args:
         names: Local tensors of the family, by name.
         trained: Names that have moments: each gets a step.
+        facts: What is known of the origin; kept beside.
     """
     common = dict(shards.extras.common)
     carried = common.pop("dcp", None) or {}
@@ -238,6 +256,8 @@ def write_extras(shards: Catalog, names: Mapping[str, LocalTensor], trained: set
         mine["by_coordinate"] = shards.extras.by_coordinate
     if groups is not None:
         mine["groups"] = groups
+    if facts:
+        mine["facts"] = dict(facts)
     state.objects.append((OURS, (OURS,), json.dumps(mine, sort_keys=True)))
     return state
 

@@ -99,12 +99,12 @@ class TorchFormat(Format):
             table.append((paths.index(path), local, code, tensor.dtype.code, first, last, offset))
         columns = np.asarray(table, np.int64).reshape(-1, 7).T
         values = _plain(keys, keyed, leaves, home, archives)
-        extras, _ = read_extras(values, keyed, keys, bound, warnings)
+        extras, origin = read_extras(values, keyed, keys, bound, warnings)
         extras.files = files
         return Catalog(
             format=self.name, where=store.url, tensors=tensors, locals=locals_.items,
             files=[File(path, store.size(path), 0, 0) for path in paths], entries=Entries(*columns), layout=Layout(),
-            model=model, names=family, extras=extras, facts={"warnings": warnings},
+            model=model, names=family, extras=extras, facts={**origin.facts, "warnings": warnings},
             identities={path: store.identity(path) for path in paths},
         )  # fmt: skip
 
@@ -123,7 +123,7 @@ class TorchFormat(Format):
             )
         if len(entries) and (entries.first.any() or (entries.last != sizes[entries.local]).any()):
             raise LayoutError("format torch holds whole tensors, not runs of them")
-        state = _state(shards)
+        state = _state(shards, options.facts)
         placed = entries.take(np.lexsort((entries.local, entries.role)))
         groups = _groups(placed.nbytes, options.max_shard_size)
         stem = "checkpoint" if state is not None else "model"
@@ -227,15 +227,16 @@ def _plain(
     return found
 
 
-def _state(shards: Catalog) -> State | None:
+def _state(shards: Catalog, facts: Mapping[str, Any]) -> State | None:
     """Training state beside the tensors, or None where there is none: then the file is a plain state dict."""
     extras = shards.extras
     roles = {ROLES[code] for code in np.unique(shards.entries.role)}
-    if not (roles & set(STATE_ROLES) or extras.common or extras.by_coordinate or extras.by_sample):
+    others = (extras.common, extras.by_coordinate, extras.by_sample, facts.get("partial"))
+    if not (roles & set(STATE_ROLES) or any(others)):
         return None
     by_exp_avg = shards.entries.local[shards.entries.role == ROLE_CODE["exp_avg"]]
     trained = {shards.locals[int(k)].key for k in np.unique(by_exp_avg)}
-    return write_extras(shards, {item.key: item for item in shards.locals}, trained)
+    return write_extras(shards, {item.key: item for item in shards.locals}, trained, facts)
 
 
 def _leaf(

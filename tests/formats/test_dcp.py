@@ -17,11 +17,12 @@ from ckptkit.core.catalog import Catalog
 from ckptkit.core.layouts import Layout
 from ckptkit.core.schema import StoredNames
 from ckptkit.errors import CoverageError, FormatError, ShardMissingError, UnsafeError
-from ckptkit.formats.base import ReadOptions
+from ckptkit.formats.base import Format, ReadOptions, WriteOptions
 from ckptkit.formats.dcp import DcpFormat
 from ckptkit.formats.dcp_metadata import Chunk, Index, read_index, write_index
 from ckptkit.formats.reference import TOY, Truth, gather, random_truth, same, toy, write
 from ckptkit.formats.suite import FormatSuite
+from ckptkit.formats.torch_file import TorchFormat
 from ckptkit.ops.verifying import verify
 from ckptkit.stores.local import LocalStore
 from tests.formats import dcp_jobs
@@ -358,3 +359,17 @@ def test_flipped_bits_in_items_are_found(samples: Path, tmp_path: Path) -> None:
         assert (
             report.exit_code == 1 and "CRC-32" in report.faults[0].what and report.faults[0].file == path.name
         )
+
+
+@pytest.mark.parametrize("format", [DcpFormat(), TorchFormat()], ids=["dcp", "torch"])
+def test_a_part_of_a_model_says_so(format: Format, tmp_path: Path) -> None:
+    """What `--only` left out is told when the part is read again, so that it is not taken for a broken whole."""
+    truth = random_truth(toy(), "transformers")
+    partial = {"base": "run", "only": ["norm*"], "drop": []}
+
+    write(
+        format, truth, tmp_path, options=WriteOptions(facts={"partial": partial, "lineage": [{"tool": "x"}]})
+    )
+
+    facts = format.read(LocalStore(tmp_path)).facts
+    assert facts["partial"] == partial and facts["lineage"] == [{"tool": "x"}]

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Callable
+from functools import cache
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from ckptkit.core.dtypes import dtype_named
 from ckptkit.errors import CkptError, CoverageError, InterruptedRunError, LayoutError, StoreError, UsageError
 from ckptkit.formats import reference
 from ckptkit.formats.native import NativeFormat
+from ckptkit.formats.registry import FORMATS, by_name
 from tests.ops.making import TRAINED, ZAYA, contents, flip, make, values
 
 CHAIN = (
@@ -57,15 +60,39 @@ def test_weights_come_back_through_every_format(tmp_path: Path, weights: str) ->
     assert contents(back) == contents(weights)
 
 
-@pytest.mark.parametrize(("source", "target"), permutations(["native", "hf", "hub"], 2))
-def test_every_pair_of_formats_works(tmp_path: Path, source: str, target: str) -> None:
+@pytest.fixture(scope="module")
+def in_format(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The same weights in any format, each made once."""
+    folder = tmp_path_factory.mktemp("formats")
+    return cache(lambda name: make(folder / name, to=name, optimizer="none", step=0))
+
+
+@pytest.mark.parametrize(("source", "target"), permutations(FORMATS, 2))
+def test_every_pair_of_formats_works(
+    tmp_path: Path, in_format: Callable[[str], str], source: str, target: str
+) -> None:
     """In both directions, without the trainer; what arrives is equal."""
-    a = make(tmp_path / "a", to=source, optimizer="none", step=0)
+    a = in_format(source)
 
     b = ops.reshard(a, str(tmp_path / "b"), to=target, drop_extras=True).url
 
     assert ops.open(b).catalog.format == target
     reference.same(values(a), values(b))
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if by_name(name).ranks])
+@pytest.mark.parametrize("layout", ["tp=2,ep=2,dp=2,zero=1", "dp=3,zero=3"])
+def test_training_state_survives_every_format_with_ranks(
+    tmp_path: Path, trained: str, name: str, layout: str
+) -> None:
+    """Moments, momentum, masters, groups and step: there and back again."""
+    there = ops.reshard(trained, str(tmp_path / "there"), to=name, layout=layout, drop_extras=True).url
+    back = ops.reshard(there, str(tmp_path / "back"), to="native", layout=TRAINED).url
+
+    report = ops.diff(trained, back)
+
+    assert not report.tensors_differing and not report.only_a and not report.only_b
+    assert not [line for line in report.extras if not line.startswith("per-rank")]
 
 
 def test_any_family_of_names_can_be_cut_by(tmp_path: Path, trained: str) -> None:

@@ -52,7 +52,6 @@ class Worker:
         self.free: list[Buffer] = []
         self.bytes_in = 0
         self.open: dict[int, Buffer] = {}
-        self.hasher = Hasher()
         self.sources: dict[int, _Held] = {}
 
     def take(self) -> Buffer:
@@ -218,41 +217,37 @@ class Mover:
         worker: Worker,
     ) -> None:
         """Read runs straight into their slabs; with a leaf to check, what lies between them goes to scratch."""
-        readinto = held.reader.readinto
-        seen: list[memoryview] = []  # the leaf, piece by piece
-        position = start
+        views: list[memoryview] = []  # consecutive bytes of the source
+        first = position = start if leaf >= 0 else parts.src[begin]
         for part in range(begin, end):
-            slab = slabs[parts.slab[part]]
             low, high = parts.src[part], parts.src_end[part]
-            if leaf >= 0 and low > position:
-                seen.append(self._skim(held, position, low, start, worker))
+            if low > position:
+                if leaf >= 0:
+                    views.append(worker.scratch.view[position - start : low - start])
+                else:
+                    held.reader.scatter(first, views)
+                    worker.bytes_in += position - first
+                    views, first = [], low
+            slab = slabs[parts.slab[part]]
             at = GUARD + parts.dst[part] - slab.start
-            view = (worker.open.get(slab.number) or self._open(slab, worker)).view[at : at + high - low]
-            readinto(low, view)
-            worker.bytes_in += high - low
-            seen.append(view)
+            buffer = worker.open.get(slab.number) or self._open(slab, worker)
+            views.append(buffer.view[at : at + high - low])
             position = high
+        if leaf >= 0 and position < stop:
+            views.append(worker.scratch.view[position - start : stop - start])
+            position = stop
+        held.reader.scatter(first, views)
+        worker.bytes_in += position - first
         if leaf >= 0:
-            if position < stop:
-                seen.append(self._skim(held, position, stop, start, worker))
-            if len(seen) == 1:
-                found = digest(seen[0])
+            if len(views) == 1:
+                found = digest(views[0])
             else:
-                hasher = worker.hasher
-                hasher.reset()
-                for view in seen:
+                hasher = Hasher()
+                for view in views:
                     hasher.update(view)
                 found = hasher.digest()
             assert held.checks is not None
             self.sources.check_leaf(held.file, held.checks, leaf, found, parts.entry(begin))
-
-    @staticmethod
-    def _skim(held: _Held, low: int, high: int, start: int, worker: Worker) -> memoryview:
-        """Read a stretch of a block that no slab needs here, at its place in the scratch block."""
-        view = worker.scratch.view[low - start : high - start]
-        held.reader.readinto(low, view)
-        worker.bytes_in += high - low
-        return view
 
     def _move(
         self, parts: "_TaskParts", part: int, buffer: Buffer, slab_start: int, scratch: Buffer, low: int

@@ -177,7 +177,7 @@ class Outputs:
         origin = self._starts[file]
         for leaf in {(offset - origin) // LEAF for offset in offsets if offset >= origin}:
             data = out.read(origin + leaf * LEAF, min(LEAF, out.size - origin - leaf * LEAF))
-            self.set_digest(file, leaf, digest(memoryview(bytearray(data))))
+            self.set_digest(file, leaf, digest(data))
 
     def sync_all(self) -> None:
         """Make every file durable, those without any byte included."""

@@ -22,6 +22,12 @@ class Reader(ABC):
         Raises FormatError when the file ends before that, StoreError when the store fails.
         """
 
+    def scatter(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill several buffers with consecutive bytes from `offset` on. Raises as `readinto`."""
+        for buffer in buffers:
+            self.readinto(offset, buffer)
+            offset += buffer.nbytes
+
     @abstractmethod
     def close(self) -> None: ...
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import groupby
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -211,6 +212,17 @@ class Names:
         for mesh in meshes:
             spans = tuple(self._span(axis, mesh, degrees, pad) for axis in order)
             grouped.setdefault(spans, []).append(mesh)
+        # Each tensor by itself: alternatives of one view (queries, keys) may well be cut by axes of their own.
+        for part in line.view.parts:
+            where = [order.index(axis) for axis in sorted(line.view.axes_of(part))]
+            held = {tuple(spans[k] for k in where) for spans in grouped}
+            cut = [order[k] for k in where if len({spans[k] for spans in grouped}) > 1]
+            if len(held) != prod(len({spans[k] for spans in grouped}) for k in where):
+                raise LayoutError(
+                    f"model {self.model.schema.id}: {line.key} would be cut along {' and '.join(cut)} by one mesh axis, and "
+                    f"parts of it would be on no rank; one of them needs the rule inner={cut[0]}",
+                    axis=cut[0],
+                )
         for spans, members in grouped.items():
             yield dict(zip(order, spans, strict=True)), members
 

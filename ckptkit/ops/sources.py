@@ -49,7 +49,8 @@ def open(  # the API's own word for it
     """Open a checkpoint for reading: headers and metadata only.
 
     Args:
-        url: A path, a `file://` URL, `RUN@1200`, `RUN@1200.e3`, `RUN@latest`, or a run folder (its newest whole step).
+        url: A path (of a folder, or of one `.pt` file), a `file://` URL, `RUN@1200`, `RUN@1200.e3`,
+            `RUN@latest`, or a run folder (its newest whole step).
         format, layout, model: Override what is detected: a format's name, a layout string, a model's name.
         config: A model configuration (or the folder or file that holds one) where the checkpoint has none.
 
@@ -73,6 +74,8 @@ def open(  # the API's own word for it
 def resolve(url: str, format: Format | None = None) -> tuple[str, list[str]]:
     """The checkpoint that `url` means, and notes on how it was chosen (see `open`)."""
     at = _AT.fullmatch(url)
+    if stores.is_weight_file(url):
+        return url, []
     if at is None or stores.is_folder(url):
         if not stores.is_folder(url):
             path = stores.local_path(url)

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 from ckptkit.errors import StoreError, UsageError
 from ckptkit.stores.base import Store
 
-__all__ = ["age_s", "folders", "free_bytes", "is_folder", "local_path", "open_store"]
+__all__ = ["age_s", "folders", "free_bytes", "is_folder", "is_weight_file", "local_path", "open_store"]
 
 
 def local_path(url: str) -> str | None:
@@ -43,15 +43,23 @@ def _path(url: str) -> str:
 
 
 def open_store(url: str) -> Store:
-    """The store at a URL: a plain path or `file://`.
+    """The store at a URL: a plain path or `file://`. A single file of weights is a store of its own.
 
     Raises:
         UsageError: the scheme is not supported.
-        StoreError: there is no folder at `url`.
+        StoreError: there is no folder and no file of weights at `url`.
     """
     from ckptkit.stores.local import LocalStore
+    from ckptkit.stores.single import SingleFileStore
 
-    return LocalStore(_path(url))
+    path = _path(url)
+    return SingleFileStore(path) if is_weight_file(url) else LocalStore(path)
+
+
+def is_weight_file(url: str) -> bool:
+    """Whether there is one file at `url` that may be a checkpoint alone."""
+    path = _path(url)
+    return path.endswith((".pt", ".pth", ".bin")) and os.path.isfile(path)
 
 
 def is_folder(url: str) -> bool:

@@ -18,6 +18,7 @@ from ckptkit.formats.base import WriteOptions
 from ckptkit.formats.reference import Truth, gather, random_truth, same, stored_truth, toy, write
 from ckptkit.formats.suite import FormatSuite
 from ckptkit.formats.torch_file import TorchFormat
+from ckptkit.ops import sources
 from ckptkit.ops.verifying import verify
 from ckptkit.stores.local import LocalStore
 
@@ -247,3 +248,18 @@ def test_files_written_without_checksums_are_not_called_damaged(tmp_path: Path) 
     found = verify(str(tmp_path))
 
     assert found.fault_count == 0 and any("digests" in text for text in found.not_checked)
+
+
+def test_one_file_among_others_is_a_checkpoint(tmp_path: Path) -> None:
+    """Its path opens it alone, with the configuration beside it; other weights in the folder do not matter."""
+    torch.save({"w": torch.ones(3)}, tmp_path / "step_10.pt")
+    torch.save({"w": torch.zeros(3)}, tmp_path / "step_20.pt")
+    (tmp_path / "notes.md").write_text("a")
+
+    found = sources.open(str(tmp_path / "step_20.pt"))
+
+    assert [file.path for file in found.catalog.files] == ["step_20.pt"]
+    assert set(found.catalog.extras.files) == {"notes.md"}
+    assert gather(tmp_path, found.catalog)["w", "param"].tobytes() == bytes(12)
+    with pytest.raises(FormatError, match="no parts of one checkpoint"):
+        sources.open(str(tmp_path))

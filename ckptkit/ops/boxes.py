@@ -1,11 +1,14 @@
-"""Boxes as users write them: `layers.0.attn.q/param[0:2, 5, :]`."""
+"""Boxes as users write them, `layers.0.attn.q/param[0:2, 5, :]`, and the pieces that hold them."""
 
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+import numpy as np
+
 from ckptkit.core.boxes import Box
-from ckptkit.core.catalog import ROLES, Catalog
+from ckptkit.core.catalog import ROLE_CODE, ROLES, Catalog
+from ckptkit.core.dtypes import TABLE
 from ckptkit.core.schema import Tensor
 from ckptkit.errors import UsageError
 
@@ -22,6 +25,28 @@ class Selection:
     role: str
     box: Box
     single: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PieceRow:
+    """A piece of a box: `box` of `tensor/role` lies in `file` from byte `offset` on.
+
+    Attributes:
+        strides: Bytes from one element to the next, for each axis of the tensor.
+        replica: Whether another piece before it holds the same elements.
+    """
+
+    tensor: str
+    role: str
+    box: str
+    file: str
+    rank: int
+    key: str
+    offset: int
+    strides: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    replica: bool
 
 
 def parse_box(text: str, catalog: Catalog) -> Selection:
@@ -83,3 +108,43 @@ def _bounds(text: str, inside: str | None, tensor: Tensor) -> tuple[Box, tuple[i
         start.append(lo)
         stop.append(hi)
     return Box(tuple(start), tuple(stop)), tuple(single)
+
+
+def pieces_of(catalog: Catalog, wanted: Selection) -> list[PieceRow]:
+    """The pieces that hold a selection, in the order of the catalog."""
+    number = list(catalog.tensors).index(wanted.tensor.name)
+    pieces, entries, segments = catalog.pieces, catalog.entries, catalog.segments
+    mine = np.flatnonzero(catalog.piece_key == number * len(ROLES) + ROLE_CODE[wanted.role])
+    axes = len(wanted.tensor.shape)
+    rows: list[PieceRow] = []
+    seen: list[Box] = []
+    for k in mine.tolist():
+        box = Box(tuple(pieces.lo[k][:axes].tolist()), tuple(pieces.hi[k][:axes].tolist())).overlap(
+            wanted.box
+        )
+        if box is None:
+            continue
+        entry, segment = int(pieces.entry[k]), int(pieces.segment[k])
+        file, dtype = catalog.files[int(entries.file[entry])], TABLE[entries.dtype[entry]]
+        strides = segments.strides[segment][:axes]
+        position = int(
+            segments.base[segment] + (np.asarray(box.start, np.int64) * strides).sum() - entries.first[entry]
+        )
+        rows.append(
+            PieceRow(
+                tensor=wanted.tensor.name,
+                role=wanted.role,
+                box=str(box),
+                file=file.path,
+                rank=file.rank,
+                key=catalog.locals[int(entries.local[entry])].key,
+                offset=file.data_start + int(entries.offset[entry]) + position * dtype.itemsize,
+                strides=tuple((strides * dtype.itemsize).tolist()),
+                dtype=dtype.name,
+                nbytes=box.size * dtype.itemsize,
+                replica=any(box.overlap(other) is not None for other in seen),
+            )
+        )
+        if not rows[-1].replica:
+            seen.append(box)
+    return rows

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from ckptkit.core.boxes import Ints
-from ckptkit.core.catalog import ROLE_CODE, ROLES, Catalog
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.plan import Key
 from ckptkit.errors import UsageError
 from ckptkit.ops.carrying import has_coordinate
+from ckptkit.ops.differences import differences
 from ckptkit.ops.folding import fold, fold_names
+from ckptkit.ops.owners import Owners, one_place
 from ckptkit.ops.reports import Progress, Report, count_text
 from ckptkit.ops.selection import select
 from ckptkit.ops.sources import Source, open
@@ -270,7 +271,7 @@ class _Comparer:
                     max_abs=found.max_abs,
                     max_rel=found.max_rel,
                     at=index,
-                    where=_sentence(found.ranks, self._worlds()),
+                    where=one_place(found.ranks, self._worlds()),
                     by_rank=dict(sorted(found.ranks["A"].items())) if self._by_rank else {},
                 )
             )
@@ -283,7 +284,7 @@ class _Comparer:
             for side, ranks in found.ranks.items():
                 for rank, count in ranks.items():
                     together[side][rank] = together[side].get(rank, 0) + count
-        return _sentence(together, self._worlds()) if self._found else ""
+        return one_place(together, self._worlds()) if self._found else ""
 
     def _worlds(self) -> dict[str, int]:
         return {side: owners.world for side, owners in self._sides}
@@ -296,55 +297,6 @@ class _Found:
     max_rel: float = 0.0
     at: int = 0
     ranks: dict[str, dict[int, int]] = field(default_factory=lambda: {"A": {}, "B": {}})
-
-
-def _sentence(ranks: Mapping[str, Mapping[int, int]], worlds: Mapping[str, int]) -> str:
-    """`all in rank 13's pieces of B`; empty where several ranks hold what differs, or there are none."""
-    places = [
-        f"rank {next(iter(owned))}'s pieces of {side}"
-        for side, owned in ranks.items()
-        if worlds[side] > 1 and len(owned) == 1
-    ]
-    return "all in " + " and ".join(places) if places else ""
-
-
-class Owners:
-    """Which rank's pieces hold which elements of a catalog's tensors; the first where several do."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self._numbers = {name: number for number, name in enumerate(catalog.tensors)}
-        self._ranks = np.asarray([file.rank for file in catalog.files], np.int64)
-        order = np.argsort(catalog.piece_key, kind="stable")
-        self._order, self._keys = order, catalog.piece_key[order]
-        self.world = catalog.layout.world if catalog.layout is not None else 1
-
-    def count(self, key: Key, shape: tuple[int, ...], where: Ints) -> dict[int, int]:
-        """How many of the elements at row-major positions `where` lie in each rank's pieces."""
-        if self.world == 1:
-            return {}
-        wanted = self._numbers[key[0]] * len(ROLES) + ROLE_CODE[key[1]]
-        first, last = np.searchsorted(self._keys, [wanted, wanted + 1])
-        pieces, files = self._catalog.pieces, self._catalog.entries.file
-        index = (
-            np.column_stack(np.unravel_index(where, shape)) if shape else np.zeros((len(where), 0), np.int64)
-        )
-        low, high = index.min(axis=0), index.max(axis=0)
-        axes = len(shape)
-        mine = self._order[first:last]
-        near = np.all(pieces.lo[mine][:, :axes] <= high, axis=1) & np.all(
-            pieces.hi[mine][:, :axes] > low, axis=1
-        )
-        found: dict[int, int] = {}
-        for piece in mine[near].tolist():
-            if not len(index):
-                break
-            inside = np.all((index >= pieces.lo[piece][:axes]) & (index < pieces.hi[piece][:axes]), axis=1)
-            if inside.any():
-                rank = int(self._ranks[files[pieces.entry[piece]]])
-                found[rank] = found.get(rank, 0) + int(inside.sum())
-                index = index[~inside]
-        return found
 
 
 def _extras(left: Source, right: Source, report: DiffReport) -> list[str]:
@@ -364,35 +316,3 @@ def _extras(left: Source, right: Source, report: DiffReport) -> list[str]:
     else:
         report.notes.append("per-rank states are not compared: the layouts have other coordinates")
     return found
-
-
-def differences(a: Any, b: Any, path: str = "") -> list[str]:
-    """Where two plain values differ, as `path: A, B`."""
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        found = []
-        for key in [*a, *(key for key in b if key not in a)]:
-            inner = f"{path}.{key}" if path else str(key)
-            if key not in a or key not in b:
-                found.append(
-                    f"{inner}: {_short(a[key]) if key in a else 'absent'}, {_short(b[key]) if key in b else 'absent'}"
-                )
-            else:
-                found += differences(a[key], b[key], inner)
-        return found
-    if (
-        isinstance(a, list)
-        and isinstance(b, list)
-        and len(a) == len(b)
-        and any(isinstance(x, dict) for x in a)
-    ):
-        return [
-            line
-            for k, (x, y) in enumerate(zip(a, b, strict=True))
-            for line in differences(x, y, f"{path}[{k}]")
-        ]
-    return [] if a == b else [f"{path}: {_short(a)}, {_short(b)}"]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -8,17 +8,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.core.boxes import Box
-from ckptkit.core.catalog import ITEMSIZE, ROLE_CODE, ROLES, Catalog
+from ckptkit.core.catalog import ITEMSIZE, ROLES, Catalog
 from ckptkit.core.dtypes import BY_NAME, TABLE
 from ckptkit.core.layouts import Layout
 from ckptkit.errors import UsageError
-from ckptkit.ops.boxes import Selection, parse_box
+from ckptkit.ops.boxes import PieceRow, parse_box, pieces_of
 from ckptkit.ops.folding import fold, fold_names
 from ckptkit.ops.reports import Report, count_text, nbytes_text
 from ckptkit.ops.sizes import total_nbytes
 from ckptkit.ops.sources import Source, open
 from ckptkit.ops.streaming import read_box
+
+__all__ = ["EntryRow", "Inspection", "PieceRow", "RoleRow", "TensorRow", "inspect", "inspection"]
 
 _LONG_FACTS = ("digests", "warnings")
 """Facts that `inspect` shows only when asked for everything."""
@@ -70,28 +71,6 @@ class EntryRow:
     last: int
     offset: int
     nbytes: int
-
-
-@dataclass(frozen=True)
-class PieceRow:
-    """A piece of a box: `box` of `tensor/role` lies in `file` from byte `offset` on.
-
-    Attributes:
-        strides: Bytes from one element to the next, for each axis of the tensor.
-        replica: Whether another piece before it holds the same elements.
-    """
-
-    tensor: str
-    role: str
-    box: str
-    file: str
-    rank: int
-    key: str
-    offset: int
-    strides: tuple[int, ...]
-    dtype: str
-    nbytes: int
-    replica: bool
 
 
 @dataclass
@@ -168,7 +147,7 @@ class Inspection(Report):
 
         Raises UsageError that names what does not fit.
         """
-        return _where(self._catalog, parse_box(text, self._catalog))
+        return pieces_of(self._catalog, parse_box(text, self._catalog))
 
     def values(self, text: str) -> npt.NDArray[np.generic]:
         """The elements of a box, as an array of its shape (axes given by one index are dropped).
@@ -307,42 +286,3 @@ def _short_group(group: Any) -> Any:
     if not isinstance(group, dict) or not isinstance(group.get("tensors"), list):
         return group
     return {**group, "tensors": fold_names(group["tensors"])}
-
-
-def _where(catalog: Catalog, wanted: Selection) -> list[PieceRow]:
-    number = list(catalog.tensors).index(wanted.tensor.name)
-    pieces, entries, segments = catalog.pieces, catalog.entries, catalog.segments
-    mine = np.flatnonzero(catalog.piece_key == number * len(ROLES) + ROLE_CODE[wanted.role])
-    axes = len(wanted.tensor.shape)
-    rows: list[PieceRow] = []
-    seen: list[Box] = []
-    for k in mine.tolist():
-        box = Box(tuple(pieces.lo[k][:axes].tolist()), tuple(pieces.hi[k][:axes].tolist())).overlap(
-            wanted.box
-        )
-        if box is None:
-            continue
-        entry, segment = int(pieces.entry[k]), int(pieces.segment[k])
-        file, dtype = catalog.files[int(entries.file[entry])], TABLE[entries.dtype[entry]]
-        strides = segments.strides[segment][:axes]
-        position = int(
-            segments.base[segment] + (np.asarray(box.start, np.int64) * strides).sum() - entries.first[entry]
-        )
-        rows.append(
-            PieceRow(
-                tensor=wanted.tensor.name,
-                role=wanted.role,
-                box=str(box),
-                file=file.path,
-                rank=file.rank,
-                key=catalog.locals[int(entries.local[entry])].key,
-                offset=file.data_start + int(entries.offset[entry]) + position * dtype.itemsize,
-                strides=tuple((strides * dtype.itemsize).tolist()),
-                dtype=dtype.name,
-                nbytes=box.size * dtype.itemsize,
-                replica=any(box.overlap(other) is not None for other in seen),
-            )
-        )
-        if not rows[-1].replica:
-            seen.append(box)
-    return rows

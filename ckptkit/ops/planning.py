@@ -14,9 +14,10 @@ from ckptkit.core.catalog import ITEMSIZE, LEAF, Catalog
 from ckptkit.core.copies import copies_into
 from ckptkit.engine.grids import Grid
 from ckptkit.engine.schedule import make_schedule
+from ckptkit.ops.checks import obstacle
 from ckptkit.ops.dropping import DropRow
 from ckptkit.ops.folding import fold_names
-from ckptkit.ops.preparing import Job, Options, obstacle, prepare
+from ckptkit.ops.preparing import Job, Options, prepare
 from ckptkit.ops.reports import Progress, Report, count_text, duration_text, nbytes_text
 from ckptkit.ops.sources import Source
 

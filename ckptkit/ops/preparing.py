@@ -14,17 +14,16 @@ from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.layouts import Layout
 from ckptkit.core.names import Names, StoredNames
 from ckptkit.core.plan import Key, Plan, make_plan
-from ckptkit.core.schema import OPTIMIZER_ROLES, STATE_ROLES
+from ckptkit.core.schema import STATE_ROLES
 from ckptkit.core.shards import shards
-from ckptkit.errors import CoverageError, StoreError, UsageError
+from ckptkit.errors import UsageError
 from ckptkit.formats import registry
 from ckptkit.formats.base import Format, WriteOptions
 from ckptkit.ops.carrying import carry
+from ckptkit.ops.checks import check_apart, check_complete, is_partial
 from ckptkit.ops.dropping import Dropped, DropRow, refuse_silent_loss
-from ckptkit.ops.folding import fold_names
 from ckptkit.ops.selection import select
 from ckptkit.ops.sources import Source, open
-from ckptkit.stores.durable import check_target
 
 OPTIMIZER_STATE = tuple(role for role in STATE_ROLES if role != "ema")
 """Roles that exist only to go on optimising. An average of the weights is a result of its own."""
@@ -147,58 +146,6 @@ def prepare_source(source: Source, dst: str, options: Options, like: Source | No
         dropped + extras_dropped,
         list(source.notes),
     )
-
-
-def check_apart(source: str, target: str) -> None:
-    """Raise UsageError where source and destination are one folder, or one lies in the other."""
-    path = stores.local_path(source) if "://" in source or os.path.exists(source) else None
-    if path is None:
-        return
-    a, b = os.path.realpath(path), os.path.realpath(target)
-    if a == b:
-        raise UsageError(f"source and destination are both {a}; write to another folder, then move it")
-    for inner, outer, what in ((b, a, "destination"), (a, b, "source")):
-        if inner.startswith(outer.rstrip(os.sep) + os.sep):
-            raise UsageError(f"the {what} {inner} lies inside {outer}; choose a folder beside it")
-
-
-def obstacle(target: str, overwrite: bool) -> str:
-    """Why a destination cannot be put in place, or an empty text."""
-    try:
-        check_target(target, overwrite)
-    except StoreError as error:
-        return str(error)
-    # Whoever mistypes a path must not lose a folder of something else.
-    taken = overwrite and os.path.isdir(target) and bool(os.listdir(target))
-    if taken and registry.looks_like(stores.open_store(target)) is None:
-        return f"{target} is no checkpoint, so --overwrite does not replace it; remove it yourself, or choose another path"
-    return ""
-
-
-def check_complete(source: Source) -> None:
-    """Raise CoverageError where the source lacks a tensor of its model, or a part of an optimizer's state."""
-    catalog = source.catalog
-    held = catalog.held
-    if catalog.model is not None and not is_partial(catalog.facts):
-        names = {tensor for tensor, role in held if role in ("param", "buffer", "master")}
-        absent = [name for name in catalog.model.tensors if name not in names]
-        if absent:
-            raise CoverageError(
-                f"{source.url} lacks {len(absent)} tensors of {catalog.model.schema.id}: "
-                f"{', '.join(fold_names(absent)[:8])}. A shard is missing, or the configuration belongs to another model",
-                tensor=absent[0],
-            )
-    groups = catalog.extras.common.get("groups")
-    for group in groups if isinstance(groups, list) else ():
-        members = [name for name in group.get("tensors", ()) if name in catalog.tensors]
-        for role in OPTIMIZER_ROLES.get(group.get("kind", ""), ()):
-            lacking = [name for name in members if (name, role) not in held]
-            if lacking and len(lacking) < len(members):
-                raise CoverageError(
-                    f"{source.url}: {role} of {', '.join(fold_names(lacking)[:8])} is missing, though the {group['kind']} "
-                    "group lists it and has it of other tensors",
-                    tensor=lacking[0],
-                )
 
 
 def _format(source: Source, options: Options, like: Source | None) -> Format:
@@ -329,9 +276,3 @@ def _facts(source: Source, options: Options) -> dict[str, Any]:
     if is_partial(facts):
         facts["partial"] = {"base": name, **record.get("partial", {})}
     return facts
-
-
-def is_partial(facts: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint is known to hold only a part of its model, since someone asked for that."""
-    lineage = facts.get("lineage", ())
-    return "partial" in facts or any("partial" in r for r in lineage if isinstance(r, dict))

@@ -8,8 +8,9 @@ from typing import Any
 from ckptkit.core.layouts import Layout
 from ckptkit.engine.run import run
 from ckptkit.errors import CkptError, CorruptionError, StoreError
+from ckptkit.ops.checks import obstacle
 from ckptkit.ops.planning import PlanReport, report_on
-from ckptkit.ops.preparing import Job, Options, obstacle, prepare
+from ckptkit.ops.preparing import Job, Options, prepare
 from ckptkit.ops.reports import Progress, Report, count_text, duration_text, nbytes_text
 from ckptkit.ops.sources import open
 

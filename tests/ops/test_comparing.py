@@ -11,7 +11,7 @@ from ckptkit import ops
 from ckptkit.errors import UsageError
 from ckptkit.formats import reference
 from ckptkit.formats.native import NativeFormat
-from ckptkit.ops.comparing import differences
+from ckptkit.ops.differences import differences
 from tests.ops.making import TRAINED, flip, make
 
 

@@ -45,12 +45,12 @@ def test_a_file_url_of_another_host_is_refused() -> None:
 
 def test_nothing_there_and_a_file_are_told_apart(tmp_path: Path) -> None:
     """Each message says what to give instead."""
-    (tmp_path / "x.safetensors").write_bytes(b"")
+    (tmp_path / "x.txt").write_bytes(b"")
 
     with pytest.raises(StoreError, match="does not exist"):
         ops.open(str(tmp_path / "absent"))
     with pytest.raises(FormatError, match="is a file; give the folder"):
-        ops.open(str(tmp_path / "x.safetensors"))
+        ops.open(str(tmp_path / "x.txt"))
 
 
 def test_a_run_means_its_newest_whole_step_and_says_so(run: Path) -> None:

@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test lint format test-long docs bench lock clean
+.PHONY: help setup demo test lint format test-long kernels docs bench lock clean
 .DELETE_ON_ERROR:
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make lint       the first three of these"
 	@echo "make format     let ruff mend what it can"
 	@echo "make test-long  the long tests"
+	@echo "make kernels    build all kernels for gfx942 without a GPU, test them in Triton's interpreter"
 	@echo "make docs       the documentation, into site/"
 	@echo "make bench      the benchmarks"
 	@echo "make lock       renew requirements.lock"
@@ -58,6 +59,18 @@ test: lint
 # pytest says 5 when it has selected nothing, which is no failure here.
 test-long: $(READY)
 	$(PYTEST) -m long || [ $$? -eq 5 ]
+
+# Triton stays beside the environment, not in it: nothing else may come to depend on it.
+KERNELS := build/kernels
+
+$(KERNELS)/.ready: requirements-kernels.lock $(READY)
+	rm -rf $(KERNELS)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(KERNELS) -r requirements-kernels.lock
+	@touch $@
+
+kernels: $(KERNELS)/.ready
+	PYTHONPATH=$(KERNELS) $(BIN)/python -m ckptkit.kernels.aot --allow-missing
+	PYTHONPATH=$(KERNELS) $(PYTEST) tests/kernels
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -96,6 +96,7 @@ def resolve(operation: str, device: Any, backend: str | None = None) -> str:
 
 def choose(operation: str, device: Any, backend: str | None = None) -> Callable[..., Any]:
     """The function that serves `operation` on `device`; all forms of one operation share a signature."""
-    module, _, name = _FORMS[operation][resolve(operation, device, backend)].partition(":")
+    chosen = resolve(operation, device, backend)
+    module, _, name = _FORMS[operation][chosen].partition(":")
     form: Callable[..., Any] = getattr(import_module(_HERE + module), name)
     return form

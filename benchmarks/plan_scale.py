@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -210,7 +211,7 @@ def measure(case: Case, config: Mapping[str, Any]) -> Measured:
     wanted = sum(prod(model.tensors[name].shape) for name, _ in content)
     if plan.elements != wanted or plan.drops:
         raise SystemExit(f"{case.title}: covered {plan.elements} of {wanted} elements, dropped {plan.drops}")
-    times = [b - a for a, b in zip(marks, marks[1:], strict=False)]
+    times = [b - a for a, b in pairwise(marks)]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return Measured(int(config["layers"]), *pieces, len(plan.src), *times, peak)
 

@@ -229,7 +229,7 @@ def _tokens(text: str) -> list[tuple[str, str, str]]:
     while position < len(text):
         match = _TOKEN.match(text, position)
         if match is None:
-            raise LayoutError(f"view {text!r}: cannot read {text[position:]!r}")
+            raise LayoutError(f"view {text!r}: cannot read {text[position:].lstrip()!r}")
         sign, name, mark, index = match.groups()
         if sign:
             found.append(("sign", sign, ""))

@@ -92,7 +92,8 @@ def _family(
 def _form(draw: st.DrawFn, bundle: Bundle, parts: tuple[int, ...], common: Sequence[str], fixed: str) -> Form:
     dims: list[tuple[str, ...]] = []
     for axis in draw(st.permutations([axis for axis in common if axis != fixed])):
-        if dims and draw(st.integers(0, 1)):
+        merged = draw(st.booleans())
+        if dims and merged:
             dims[-1] = (*dims[-1], axis)
         else:
             dims.append((axis,))

@@ -51,6 +51,7 @@ class Format(ABC):
     Attributes:
         name: As `--to` takes it.
         names: The family of names its files use, where it is one; `canonical` where files carry boxes of their own.
+        any_names: Whether it can hold other families' names when asked to; `names` is then what it has unless asked.
         roles: Roles it can hold.
         ranks: Whether it can hold a layout of more than one rank.
         extras: Whether it can hold step, optimizer groups and the rest of `Extras.common`.
@@ -59,6 +60,7 @@ class Format(ABC):
 
     name: ClassVar[str]
     names: ClassVar[str] = "canonical"
+    any_names: ClassVar[bool] = False
     roles: ClassVar[tuple[str, ...]] = ("param", "buffer")
     ranks: ClassVar[bool] = False
     extras: ClassVar[bool] = False

@@ -4,7 +4,7 @@ Reading: a stored box of a family's tensor becomes a run of the whole tensor whe
 a local tensor of its own. Writing: an entry of any layout becomes boxes of the family's whole tensor, in its own rank's file.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -29,6 +29,14 @@ def plain_local(name: str, shape: tuple[int, ...]) -> LocalTensor:
 def plain_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
     """Its axes have no meaning but their position."""
     return Tensor(name, tuple(f"d{d}" for d in range(len(shape))), shape)
+
+
+def family_of(model: Model, names: Collection[str], where: str) -> str:
+    """The family that stored names are of; canonical names are one too. Raises FormatError as `Model.family_of`."""
+    stored = {name for name in names if not model.schema.is_harmless(name)}
+    if stored and stored <= model.tensors.keys():
+        return "canonical"
+    return model.family_of(names, where)
 
 
 def bind_names(
@@ -77,6 +85,10 @@ class Locals:
     def whole(self, item: LocalTensor) -> int:
         """The number of a whole family tensor."""
         return self._of(("whole", item.key, item.shape), lambda: item)
+
+    def exact(self, item: LocalTensor) -> int:
+        """The number of one rank's tensor, which others of its name and shape may differ from."""
+        return self._of(("exact", item), lambda: item)
 
     def chunk(
         self,

@@ -26,7 +26,7 @@ from ckptkit.formats import dcp_safetensors, model_config
 from ckptkit.formats.base import Checksum, Format, ReadOptions, WriteOptions
 from ckptkit.formats.binding import model_of
 from ckptkit.formats.carried import carried
-from ckptkit.formats.chunks import Cut, Locals, bind_names, cut_boxes, plain_local, plain_tensor
+from ckptkit.formats.chunks import Cut, Locals, bind_names, cut_boxes, family_of, plain_local, plain_tensor
 from ckptkit.formats.dcp_items import Found, Wanted, load_objects, locate
 from ckptkit.formats.dcp_metadata import (
     NAME,
@@ -58,6 +58,7 @@ class DcpFormat(Format):
 
     name: ClassVar[str] = "dcp"
     names: ClassVar[str] = "transformers"
+    any_names: ClassVar[bool] = True
     roles: ClassVar[tuple[str, ...]] = ROLES
     ranks: ClassVar[bool] = True
     extras: ClassVar[bool] = True
@@ -88,7 +89,7 @@ class DcpFormat(Format):
         shapes = {name: tensor.shape for (name, _), tensor in stored.items()}
         tensors: Mapping[str, Tensor]
         if model is not None:
-            family = model.family_of(shapes, store.url)
+            family = family_of(model, shapes, store.url)
             bound = bind_names(model, family, shapes, store.url, warnings)
             tensors = model.tensors
         else:

@@ -26,7 +26,7 @@ from ckptkit.formats import model_config
 from ckptkit.formats.base import Checksum, Format, ReadOptions, WriteOptions
 from ckptkit.formats.binding import model_of
 from ckptkit.formats.carried import carried
-from ckptkit.formats.chunks import Locals, bind_names, plain_local, plain_tensor
+from ckptkit.formats.chunks import Locals, bind_names, family_of, plain_local, plain_tensor
 from ckptkit.formats.dcp_state import State, read_extras, write_extras
 from ckptkit.formats.model_config import small_files
 from ckptkit.formats.plain import to_plain
@@ -48,6 +48,7 @@ class TorchFormat(Format):
 
     name: ClassVar[str] = "torch"
     names: ClassVar[str] = "transformers"
+    any_names: ClassVar[bool] = True
     roles: ClassVar[tuple[str, ...]] = ROLES
     extras: ClassVar[bool] = True
 
@@ -74,7 +75,7 @@ class TorchFormat(Format):
         keys = sort_keys(held, (key for key in keyed if key not in held), keyed, known)
         stored = {(name, "param"): key for name, key in keys.weights.items()} | keys.state
         shapes = {name: held[key].shape for (name, _), key in stored.items()}
-        family = model.family_of(shapes, store.url) if model is not None else "stored"
+        family = family_of(model, shapes, store.url) if model is not None else "stored"
         if model is not None:
             bound = bind_names(model, family, shapes, store.url, warnings)
         else:

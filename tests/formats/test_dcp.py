@@ -373,3 +373,16 @@ def test_a_part_of_a_model_says_so(format: Format, tmp_path: Path) -> None:
 
     facts = format.read(LocalStore(tmp_path)).facts
     assert facts["partial"] == partial and facts["lineage"] == [{"tool": "x"}]
+
+
+@pytest.mark.parametrize("format", [DcpFormat(), TorchFormat()], ids=["dcp", "torch"])
+@pytest.mark.parametrize("family", ["hub", "megatron", "canonical"])
+def test_other_families_names_are_written_and_recognised(format: Format, family: str, tmp_path: Path) -> None:
+    """A trainer's own names, with per-expert or fused tensors, hold the same values."""
+    truth = random_truth(toy(), family, state=True)
+
+    write(format, truth, tmp_path, "dp=3,zero=3" if format.ranks else "tp=1")
+
+    found = format.read(LocalStore(tmp_path), ReadOptions(model=TOY, config=toy().config))
+    assert found.names == family
+    same(gather(tmp_path, found), truth.values)

@@ -19,8 +19,9 @@ from ckptkit.core.shards import shards
 from ckptkit.errors import UsageError
 from ckptkit.formats import registry
 from ckptkit.formats.base import Format, WriteOptions
+from ckptkit.formats.carried import carried
 from ckptkit.ops.carrying import carry
-from ckptkit.ops.checks import check_apart, check_complete, is_partial
+from ckptkit.ops.checks import check_apart, check_complete
 from ckptkit.ops.dropping import Dropped, DropRow, refuse_silent_loss
 from ckptkit.ops.selection import select
 from ckptkit.ops.sources import Source, open
@@ -130,6 +131,9 @@ def prepare_source(source: Source, dst: str, options: Options, like: Source | No
         drop_optimizer=options.drop_optimizer,
         drop_extras=options.drop_extras,
     )
+    given = _given_files(options.config)
+    if given:
+        extras.files = {**extras.files, **given}
     # Formats without ranks hold tensors as published; padding belongs to layouts.
     laid = shards(names, layout, held, source.catalog.tensors, where=dst, pad=format.ranks)
     laid.extras = extras
@@ -171,9 +175,10 @@ def _names(source: Source, format: Format, options: Options, like: Source | None
             )
         return StoredNames(source.catalog.tensors)
     if format.names != "canonical":
-        if options.names not in (None, format.names):
+        if options.names not in (None, format.names) and not format.any_names:
             raise UsageError(f"{format.name} always has the names {format.names}, not {options.names}")
-        return model.names(format.names)
+        kept = format.any_names and source.format is not None and source.format.name == format.name
+        return model.names(options.names or (source.catalog.names if kept else format.names))
     if options.names is not None:
         return model.names(options.names)
     for other in (like, source):
@@ -248,6 +253,13 @@ def _cast(source: Source, keep: Mapping[Key, DType], dtype: DType) -> dict[Key, 
     return found
 
 
+def _given_files(config: str | Mapping[str, Any] | None) -> Mapping[str, bytes]:
+    """Tokenizer and other files to carry along, where the configuration was given as the folder that holds them."""
+    if not isinstance(config, str) or not os.path.isdir(config):
+        return {}
+    return dict(carried(stores.open_store(config), []))
+
+
 def _trained(source: Source, held: Mapping[Key, DType]) -> set[str]:
     """Tensors that optimizer groups may list: kept, and with their state where the source has it."""
     state = {tensor for tensor, role in source.catalog.held if role in OPTIMIZER_STATE}
@@ -269,10 +281,14 @@ def _facts(source: Source, options: Options) -> dict[str, Any]:
     if digests:
         record["index"] = digests
     if options.only or options.drop:
-        record["partial"] = {"only": list(options.only), "drop": list(options.drop)}
+        record["partial"] = {"base": name, "only": list(options.only), "drop": list(options.drop)}
+    elif "partial" in catalog.facts:
+        record["partial"] = catalog.facts["partial"]
     facts: dict[str, Any] = {"lineage": [record, *catalog.facts.get("lineage", ())]}
     if "epoch" in catalog.facts:
         facts["epoch"] = catalog.facts["epoch"]
-    if is_partial(facts):
-        facts["partial"] = {"base": name, **record.get("partial", {})}
+    # Also of a part that was only cut otherwise since.
+    parts = [past["partial"] for past in facts["lineage"] if isinstance(past, dict) and "partial" in past]
+    if parts:
+        facts["partial"] = parts[0]
     return facts

@@ -86,7 +86,8 @@ def reshard(
         layout: Destination layout. Unless given: the source's where the format holds ranks, else one rank.
         like: Another checkpoint, whose format, layout and names are taken where not given.
         names: Family of names, where the format leaves it open.
-        from_format, source_layout, model, config: Override what is detected of the source.
+        from_format, source_layout, model, config: Override what is detected of the source. Files beside a
+            configuration that is given as a folder (a tokenizer) are carried along.
         dtype: Cast parameters and buffers, except those that stay float32. Optimizer state keeps its dtype.
         only: Globs over canonical names, destination names or `name/role`; the rest is left behind.
         drop: Globs likewise, of what is left behind.

@@ -305,7 +305,12 @@ def test_a_part_is_marked_as_one(tmp_path: Path, trained: str) -> None:
     assert catalog.facts["lineage"][0]["partial"]["only"] == ["layers.0.attn.*", "norm/param"]
     assert catalog.facts["lineage"][0]["source"] == "trained"
     assert ops.verify(done.url).exit_code == 0
-    assert ops.reshard(done.url, str(tmp_path / "again"), layout="dp=3").checked
+    again = ops.reshard(done.url, str(tmp_path / "again"), layout="dp=3").url
+    hf = ops.reshard(again, str(tmp_path / "hf"), to="hf", drop_optimizer=True).url
+    back = ops.reshard(hf, str(tmp_path / "back"), to="native", layout="dp=2").url
+    for url in (again, hf, back):
+        assert ops.verify(url).exit_code == 0, url
+    assert ops.open(hf).catalog.facts["partial"]["base"] == "trained"
 
 
 def test_a_glob_that_matches_nothing_is_refused(tmp_path: Path, trained: str) -> None:
@@ -559,3 +564,18 @@ def test_a_configuration_that_cannot_be_said_is_found_before_anything_is_written
     with pytest.raises(CkptError, match="rope"):
         ops.reshard(str(bare), str(tmp_path / "hub"), to="hub")
     assert [path.name for path in tmp_path.iterdir()] == ["bare"]
+
+
+def test_files_beside_a_given_configuration_are_carried(tmp_path: Path, trained: str, weights: str) -> None:
+    """A training checkpoint has no tokenizer; the folder that has the configuration often does."""
+    config = tmp_path / "config"
+    config.mkdir()
+    shutil.copy(Path(weights) / "config.json", config)
+    (config / "tokenizer.json").write_text("{}")
+    (config / "model.safetensors").write_bytes(b"not carried")
+
+    made = ops.reshard(trained, str(tmp_path / "hf"), to="hf", drop_optimizer=True, config=str(config)).url
+
+    assert (Path(made) / "tokenizer.json").read_text() == "{}"
+    assert contents(made)["model.safetensors"] == contents(weights)["model.safetensors"]
+    assert contents(made)["config.json"] == contents(weights)["config.json"]

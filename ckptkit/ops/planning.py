@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ckptkit import stores
-from ckptkit.core.catalog import ITEMSIZE, LEAF, Catalog
+from ckptkit.core.catalog import ITEMSIZE, LEAF, ROLE_CODE, ROLES, Catalog
 from ckptkit.core.copies import copies_into
 from ckptkit.engine.grids import Grid
 from ckptkit.engine.schedule import make_schedule
@@ -182,10 +182,10 @@ def _side(url: str, catalog: Catalog) -> dict[str, Any]:
 
 def _bytes_in(job: Job, schedule: bool) -> tuple[int, int]:
     """Bytes that are needed of the source, and bytes that a run reads."""
-    copies = copies_into(job.plan)
-    needed = int((np.prod(copies.shape, axis=1) * copies.src_run).sum()) if len(copies) else 0
-    if not schedule or not 0 < len(copies) <= _MOST_PAIRS:
+    needed = _needed(job)
+    if not schedule or not 0 < len(job.plan.src) <= _MOST_PAIRS:
         return needed, needed
+    copies = copies_into(job.plan)
     files, out = job.source.catalog.files, job.destination.catalog.files
 
     def grid(of: Any, cell: int) -> Grid:
@@ -208,6 +208,16 @@ def _bytes_in(job: Job, schedule: bool) -> tuple[int, int]:
         low[fresh] = np.minimum(low[fresh], start)
         high[fresh] = np.maximum(high[fresh], stop)
     return needed, int((high - low).sum())
+
+
+def _needed(job: Job) -> int:
+    """Bytes of the source's elements that the destination holds, in the source's dtypes."""
+    target, held = job.destination.catalog, job.source.catalog.held
+    width = np.zeros((len(target.tensors), len(ROLES)), np.int64)
+    number = {name: place for place, name in enumerate(target.tensors)}
+    for (tensor, role), origin in job.plan.key_source.items():
+        width[number[tensor], ROLE_CODE[role]] = held[origin].itemsize
+    return int((target.pieces.volume * width.reshape(-1)[target.piece_key]).sum())
 
 
 def _casts(job: Job) -> list[CastRow]:

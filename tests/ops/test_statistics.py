@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +16,7 @@ from tests.ops.making import values
 NUMPY = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 
 
-def plain(row, bits) -> dict[str, float | int]:
+def plain(row, bits) -> dict[str, Any]:
     """What numpy says of a whole tensor."""
     array = bits.reshape(-1).view(NUMPY[row.dtype]).astype(np.float64)
     finite = array[np.isfinite(array)]

@@ -1,8 +1,6 @@
 """Plans as reports: what a reshard would do, before it does it."""
 
 import os
-import tempfile
-import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,15 +16,13 @@ from ckptkit.ops.checks import obstacle
 from ckptkit.ops.dropping import DropRow
 from ckptkit.ops.folding import fold_names
 from ckptkit.ops.preparing import Job, Options, prepare
+from ckptkit.ops.probing import read_rate, write_rate
 from ckptkit.ops.reports import Progress, Report, count_text, duration_text, nbytes_text
-from ckptkit.ops.sources import Source
 
 __all__ = ["CastRow", "DropRow", "PlanReport", "plan", "report_on"]
 
 _MOST_PAIRS = 2_000_000
 """Plans of more pairs are not scheduled just to tell how much is read twice."""
-_PROBE_S = 0.3
-_PROBE_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -161,8 +157,8 @@ def report_on(job: Job, *, probe: bool, schedule: bool = True) -> PlanReport:
             f"the destination has {nbytes_text(report.free or 0)} free, {nbytes_text(out)} are needed"
         )
     if probe:
-        report.read_rate = _probe_read(source)
-        report.write_rate = _probe_write(_parent(job.target), report.notes)
+        report.read_rate = read_rate(source)
+        report.write_rate = write_rate(_parent(job.target), report.notes)
         if report.read_rate and report.write_rate:
             report.seconds = read / report.read_rate + out / report.write_rate
     return report
@@ -268,38 +264,3 @@ def _parent(target: str) -> str:
 
 def _free(target: str) -> int | None:
     return stores.free_bytes(_parent(target))
-
-
-def _probe_read(source: Source) -> float | None:
-    """Bytes a second of a few reads from the largest files."""
-    files = sorted(source.catalog.files, key=lambda file: -file.size)[:4]
-    buffer = memoryview(bytearray(LEAF))
-    began = time.monotonic()
-    nbytes = 0
-    for file in files:
-        with source.store.open(file.path) as reader:
-            for offset in range(0, reader.size, LEAF):
-                part = buffer[: min(LEAF, reader.size - offset)]
-                reader.readinto(offset, part)
-                nbytes += len(part)
-                if time.monotonic() - began > _PROBE_S or nbytes >= _PROBE_BYTES:
-                    return nbytes / max(time.monotonic() - began, 1e-6)
-    return nbytes / max(time.monotonic() - began, 1e-6) if nbytes else None
-
-
-def _probe_write(folder: str, notes: list[str]) -> float | None:
-    """Bytes a second of a file that is written, synced and removed."""
-    data = os.urandom(LEAF)
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            began = time.monotonic()
-            nbytes = 0
-            while nbytes < _PROBE_BYTES and time.monotonic() - began < _PROBE_S:
-                file.write(data)
-                nbytes += LEAF
-            file.flush()
-            os.fsync(file.fileno())
-            return nbytes / max(time.monotonic() - began, 1e-6)
-    except OSError as error:
-        notes.append(f"the destination cannot be written: {folder}: {error.strerror}")
-        return None

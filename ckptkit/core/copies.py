@@ -81,7 +81,7 @@ def strided(source: Catalog, s: Pieces, destination: Catalog, d: Pieces) -> Copi
     src, src_strides, src_item = _address(source, s, lo)
     dst, dst_strides, dst_item = _address(destination, d, lo)
     se, de = source.entries, destination.entries
-    shape, src_strides, dst_strides, src_run, dst_run = _normal(
+    shape, src_strides, dst_strides, src_run, dst_run = normal_form(
         shape, src_strides, dst_strides, src_item, dst_item
     )
     src_end = src + src_run + ((shape - 1) * src_strides).sum(axis=1)
@@ -107,7 +107,7 @@ def _widen(columns: npt.NDArray[np.signedinteger], width: int, fill: int) -> I64
     return np.pad(columns, ((0, 0), (0, width - columns.shape[1])), constant_values=fill).astype(np.int64)
 
 
-def _normal(
+def normal_form(
     shape: I64, src_strides: I64, dst_strides: I64, src_item: I64, dst_item: I64
 ) -> tuple[I64, I64, I64, I64, I64]:
     """Sort loops by destination stride, drop loops of one step, merge what is contiguous on both sides."""

@@ -11,6 +11,7 @@ from math import prod
 import numpy as np
 
 from ckptkit.core.boxes import Box, Ints, check_shape, elements_below, interval_boxes, row_major_strides
+from ckptkit.errors import LayoutError
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +81,19 @@ def cut_strided(
     Axes may come in any order, but must nest: each ends before the next step of a longer stride, as in every view.
 
     Returns `(owner, lo, hi)` as `interval_boxes` does, in indices of the array.
+
+    Raises:
+        LayoutError: the axes do not nest.
     """
     # An axis of stride 0 has one element (a fixed index); it comes first, where it changes nothing.
     axes = sorted(range(len(sizes)), key=lambda a: (-strides[a], a) if strides[a] else (-(1 << 62), a))
     nest = tuple(sizes[a] for a in axes)
     steps = tuple(strides[a] for a in axes)
+    reach = 1
+    for size, step in zip(reversed(nest), reversed(steps), strict=True):
+        if size > 1 and step < reach:
+            raise LayoutError(f"an array of {sizes} with strides {strides} has no runs: its axes do not nest")
+        reach += (size - 1) * step if size else 0
     owner, lo, hi = interval_boxes(
         nest, elements_below(nest, steps, origin, first), elements_below(nest, steps, origin, last)
     )
@@ -105,6 +114,16 @@ class LocalTensor:
 
     def __post_init__(self) -> None:
         check_shape(self.shape, self.key)
+        dims = len(self.shape)
+        for segment in self.segments:
+            axes = len(segment.box.start)
+            if (len(segment.dim), len(segment.step), len(segment.origin)) != (axes, axes, dims) or (
+                axes and not -1 <= min(segment.dim) <= max(segment.dim) < dims
+            ):
+                raise LayoutError(
+                    f"{self.key} {self.shape} cannot hold {segment.box} of {segment.tensor}: "
+                    f"dimensions {segment.dim}, steps {segment.step} and origin {segment.origin} do not fit"
+                )
 
     @property
     def size(self) -> int:

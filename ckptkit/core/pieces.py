@@ -101,6 +101,7 @@ def affine_maps(shapes: Mapping[str, tuple[int, ...]], locals: Sequence[LocalTen
         np.asarray(stop, np.int64).reshape(count, width),
     )
     outside = np.any(found.stop > np.asarray(limits, np.int64).reshape(count, width), axis=1)
+    outside |= np.any(found.strides < 0, axis=1)
     lowest = found.base + (found.start * found.strides).sum(axis=1)
     highest = found.base + ((found.stop - 1) * found.strides).sum(axis=1)
     outside |= ~found.empty & ((lowest < 0) | (highest >= np.asarray(sizes, np.int64)))

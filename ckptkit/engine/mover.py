@@ -284,7 +284,12 @@ class _TaskParts:
         strided = np.flatnonzero(~schedule.flat[first:last])
         if len(strided):
             row = parts.row[first + strided]
-            columns = (parts.shape[first + strided], schedule.strides.src[row], schedule.strides.dst[row])
+            at = first + strided
+            # The outermost loop is the repeat, which most parts have once.
+            shape = np.column_stack([schedule.repeat[at], parts.shape[at]])
+            src = np.column_stack([schedule.src_step[at], schedule.strides.src[row]])
+            dst = np.column_stack([schedule.dst_step[at], schedule.strides.dst[row]])
+            columns = (shape, src, dst)
             self._nests = dict(
                 zip(strided.tolist(), zip(*(c.tolist() for c in columns), strict=True), strict=True)
             )

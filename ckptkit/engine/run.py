@@ -197,7 +197,7 @@ class _Job:
         every = np.ones(slabs.cells, bool)
         comparer = Comparer(
             self.sources,
-            make_schedule(pairs, slabs, self.blocks, every, shape.task, only_used=True),
+            make_schedule(pairs, slabs, self.blocks, every, shape.task, only_used=True, fold=False),
             self.stop,
         )
         self._run(comparer, shape, lambda: None)

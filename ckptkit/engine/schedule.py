@@ -27,6 +27,7 @@ class Schedule:
         copies, strides: What parts refer to by row.
         slabs, blocks: The grids of the destination and the source.
         parts: Nests, sorted by task, then block in the order of need.
+        repeat, src_step, dst_step: How often a part comes, and by how much further each time.
         src_end: One past the last source byte of each part.
         flat: Whether a part is one run of bytes on both sides.
         task: First part of each task, and the number of parts at the end.
@@ -40,6 +41,9 @@ class Schedule:
     slabs: Grid
     blocks: Grid
     parts: Nests
+    repeat: I64
+    src_step: I64
+    dst_step: I64
     src_end: I64
     flat: npt.NDArray[np.bool_]
     task: I64
@@ -61,6 +65,7 @@ def make_schedule(
     task_bytes: int,
     *,
     only_used: bool = False,
+    fold: bool = True,
 ) -> Schedule:
     """Order the assembly of slabs.
 
@@ -70,6 +75,8 @@ def make_schedule(
         wanted: By slab: whether it is still to be made.
         task_bytes: Slabs of a task have no more bytes than this together (but at least one slab).
         only_used: Leave out slabs that no copy touches.
+        fold: Make one part of neighbours that continue each other or come at equal distances; it then stands for
+            several copies, and has the row of the first.
     """
     strides = Strides(copies)
     parts = split_destination(nests(copies, strides), strides, slabs, copies.dst_file)
@@ -92,7 +99,12 @@ def make_schedule(
     place[ordered] = np.arange(len(ordered))
     task_of = np.searchsorted(task_slab, place[parts.slab], side="right") - 1
     parts, task_of = _in_order(parts, task_of, place)
-    span = ((parts.shape - 1) * strides.src[parts.row]).sum(axis=1)
+    one = np.ones(len(parts), np.int64)
+    repeat, src_step, dst_step = one, 0 * one, 0 * one
+    if fold and len(parts) > 1:
+        parts, task_of = _join(parts, strides, task_of)
+        parts, task_of, repeat, src_step, dst_step = _fold(parts, strides, task_of)
+    span = ((parts.shape - 1) * strides.src[parts.row]).sum(axis=1) + (repeat - 1) * src_step
     last = np.full(slabs.cells, -1, np.int64)
     last[parts.slab] = np.arange(len(parts))  # the last assignment stays
     return Schedule(
@@ -101,14 +113,72 @@ def make_schedule(
         slabs=slabs,
         blocks=blocks,
         parts=parts,
+        repeat=repeat,
+        src_step=src_step,
+        dst_step=dst_step,
         src_end=parts.src + span + strides.src_unit[parts.row],
-        flat=(parts.shape[:, :-1] == 1).all(axis=1) & ~strides.cast[parts.row],
+        flat=_flat(parts, strides) & (repeat == 1),
         task=np.searchsorted(task_of, np.arange(len(task_slab))),
         order=ordered,
         task_slab=task_slab,
         covered=covered,
         last=last,
     )
+
+
+def _flat(parts: Nests, strides: Strides) -> npt.NDArray[np.bool_]:
+    return (parts.shape[:, :-1] == 1).all(axis=1) & ~strides.cast[parts.row]
+
+
+def _together(parts: Nests, task: I64) -> npt.NDArray[np.bool_]:
+    """Whether each part but the first has the task, slab and block of the one before it."""
+    found: npt.NDArray[np.bool_] = (
+        (np.diff(task) == 0) & (np.diff(parts.slab) == 0) & (np.diff(parts.block) == 0)
+    )
+    return found
+
+
+def _join(parts: Nests, strides: Strides, task: I64) -> tuple[Nests, I64]:
+    """Make one run of runs that follow each other on both sides (tensors in the same order in both)."""
+    flat, nbytes = _flat(parts, strides), parts.shape[:, -1]
+    goes_on = flat[1:] & flat[:-1] & _together(parts, task)
+    goes_on &= (np.diff(parts.src) == nbytes[:-1]) & (np.diff(parts.dst) == nbytes[:-1])
+    start = np.flatnonzero(np.concatenate([[True], ~goes_on]))
+    found = parts.take(start)
+    found.shape[:, -1] = np.add.reduceat(nbytes, start)
+    # A part that is no run alone keeps its own units.
+    return found, task[start]
+
+
+def _fold(parts: Nests, strides: Strides, task: I64) -> tuple[Nests, I64, I64, I64, I64]:
+    """Make one part of equal ones at equal distances (experts of a stack, rows of a table)."""
+    src_gap, dst_gap = np.diff(parts.src), np.diff(parts.dst)
+    alike = _together(parts, task) & (np.diff(strides.kind[parts.row]) == 0)
+    alike &= (np.diff(parts.shape, axis=0) == 0).all(axis=1) & (src_gap > 0)
+    # A gap continues a series when it equals the one before it and both join equal parts.
+    same_gap = alike[1:] & alike[:-1] & (np.diff(src_gap) == 0) & (np.diff(dst_gap) == 0)
+    # Maximal series of gaps; those of one gap are left alone. Two series may share a part, which goes to the first.
+    goes_on = np.concatenate([[False], same_gap])  # by gap
+    first_gap = np.flatnonzero(alike & ~goes_on)
+    last_gap = np.flatnonzero(alike & ~np.concatenate([goes_on[1:], [False]]))
+    begin, count = first_gap, last_gap - first_gap + 2  # parts of each series
+    shared = np.concatenate([[False], begin[1:] < (begin + count)[:-1]])
+    begin, count = begin + shared, count - shared
+    long = count > 2
+    begin, count = begin[long], count[long]
+    keep = np.ones(len(parts), bool)
+    inside = np.repeat(begin, count - 1) + 1 + _within(count - 1)
+    keep[inside] = False
+    repeat = np.ones(len(parts), np.int64)
+    repeat[begin] = count
+    src_step, dst_step = np.zeros(len(parts), np.int64), np.zeros(len(parts), np.int64)
+    src_step[begin], dst_step[begin] = src_gap[begin], dst_gap[begin]
+    return parts.take(np.flatnonzero(keep)), task[keep], repeat[keep], src_step[keep], dst_step[keep]
+
+
+def _within(count: I64) -> I64:
+    """0, 1, … for each of several counts, one after the other."""
+    return np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
 
 
 def _cut_tasks(slabs: Grid, ordered: I64, task_bytes: int) -> I64:

@@ -47,9 +47,12 @@ class Nests:
 
 
 class Strides:
-    """What all nests of a copy share, by row: strides of its loops and bytes of its units, on both sides."""
+    """What all nests of a copy share, by row: strides of its loops and bytes of its units, on both sides.
 
-    __slots__ = ("cast", "dst", "dst_unit", "src", "src_unit")
+    `kind` is a number that rows share whose strides, units and types are equal.
+    """
+
+    __slots__ = ("cast", "dst", "dst_unit", "kind", "src", "src_unit")
 
     def __init__(self, copies: Copies) -> None:
         self.cast = copies.src_dtype != copies.dst_dtype
@@ -57,6 +60,18 @@ class Strides:
         self.dst_unit: I64 = np.where(self.cast, ITEMSIZE[copies.dst_dtype], 1)
         self.src: I64 = np.column_stack([copies.src_strides, self.src_unit])
         self.dst: I64 = np.column_stack([copies.dst_strides, self.dst_unit])
+        types = np.column_stack([copies.src_dtype, copies.dst_dtype]).astype(np.int64)
+        self.kind: I64 = _number(np.column_stack([self.src, self.dst, types]))
+
+
+def _number(rows: I64) -> I64:
+    """Equal rows get equal numbers."""
+    order = np.lexsort(rows.T)
+    new = np.zeros(len(rows), np.int64)
+    new[1:] = (rows[order[1:]] != rows[order[:-1]]).any(axis=1)
+    number = np.empty(len(rows), np.int64)
+    number[order] = np.cumsum(new)
+    return number
 
 
 def nests(copies: Copies, strides: Strides) -> Nests:

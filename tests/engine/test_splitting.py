@@ -155,3 +155,27 @@ def test_a_slab_is_finished_as_soon_as_its_last_block_has_passed() -> None:
 
     assert slabs.cells > 100
     assert len(worker.free) <= slabs.cells // 10
+
+
+@pytest.mark.parametrize(("before", "after"), [("megatron", "canonical"), ("canonical", "transposed")])
+def test_many_small_copies_at_equal_distances_become_one(before, after) -> None:
+    """Neighbours that continue each other are joined, series are folded; the bytes are the same as one by one."""
+    toy = Toy(sizes={"expert": 64, "vocab": 12}, roles=("param",))
+    source, target = toy.catalog("tp=1", before), toy.catalog("ep=4,dp=4", after, 8)
+    slabs, blocks = grid(target, 4096), grid(source, 1000)
+    copies, everything = copies_into(make_plan(source, target)), np.ones(slabs.cells, bool)
+    store = MemoryStore(source, toy.bytes_of(source))
+    found, parts = [], []
+    for fold in (True, False):
+        schedule = make_schedule(copies, slabs, blocks, everything, 1 << 20, fold=fold)
+        files = [np.full(file.size, UNTOUCHED, np.uint8) for file in target.files]
+        Collector(Sources(store, source, verify=False), schedule, threading.Event()).collect(
+            files, Worker(4096)
+        )
+        found.append(files)
+        parts.append(len(schedule.parts))
+
+    for once, singly, want in zip(*found, toy.bytes_of(target), strict=True):
+        assert np.array_equal(once, singly)
+        assert np.array_equal(once[8:], want[8:])
+    assert parts[0] < parts[1] / 2

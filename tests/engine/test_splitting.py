@@ -157,7 +157,7 @@ def test_a_slab_is_finished_as_soon_as_its_last_block_has_passed() -> None:
     assert len(worker.free) <= slabs.cells // 10
 
 
-@pytest.mark.parametrize(("before", "after"), [("megatron", "canonical"), ("canonical", "transposed")])
+@pytest.mark.parametrize(("before", "after"), [("megatron", "canonical"), ("megatron", "transposed")])
 def test_many_small_copies_at_equal_distances_become_one(before, after) -> None:
     """Neighbours that continue each other are joined, series are folded; the bytes are the same as one by one."""
     toy = Toy(sizes={"expert": 64, "vocab": 12}, roles=("param",))

@@ -162,7 +162,7 @@ def test_many_small_copies_at_equal_distances_become_one(before, after) -> None:
     """Neighbours that continue each other are joined, series are folded; the bytes are the same as one by one."""
     toy = Toy(sizes={"expert": 64, "vocab": 12}, roles=("param",))
     source, target = toy.catalog("tp=1", before), toy.catalog("ep=4,dp=4", after, 8)
-    slabs, blocks = grid(target, 4096), grid(source, 1000)
+    slabs, blocks = grid(target, 4096), grid(source, 8000)
     copies, everything = copies_into(make_plan(source, target)), np.ones(slabs.cells, bool)
     store = MemoryStore(source, toy.bytes_of(source))
     found, parts = [], []

@@ -26,6 +26,7 @@ from ckptkit.stores.base import Store
 NAME = ".metadata"
 _OF_RANK = re.compile(r"__(\d+)\.metadata")
 _MODULE = "torch.distributed.checkpoint.metadata"
+_FIELDS = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
 
 
 class Item(NamedTuple):
@@ -61,12 +62,14 @@ class Index:
         tensors, objects: By flat key.
         paths: Where a key came from in the nested state, where the metadata tells.
         sources: The metadata files.
+        attributes: What else the metadata says, such as Megatron's `mcore_data`.
     """
 
     tensors: dict[str, Stored] = field(default_factory=dict)
     objects: dict[str, Item] = field(default_factory=dict)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     sources: list[str] = field(default_factory=list)
+    attributes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def files(self) -> list[str]:
@@ -119,6 +122,7 @@ def _add(index: Index, value: Any, where: str) -> None:
     if not isinstance(described, dict) or not isinstance(placed, dict):
         raise FormatError(f"{where} lacks state_dict_metadata or storage_data", file=where)
     items = _items(placed, where)
+    index.attributes.update((name, value) for name, value in fields.items() if name not in _FIELDS)
     paths = fields.get("planner_data")
     if isinstance(paths, dict):
         index.paths.update((k, v) for k, v in paths.items() if isinstance(k, str) and _is_path(v))

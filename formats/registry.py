@@ -10,6 +10,7 @@ from ckptkit.stores.base import Store
 
 _HOMES = {
     "native": "native:NativeFormat",
+    "megatron": "megatron:MegatronFormat",
     "dcp": "dcp:DcpFormat",
     "hf": "hf:HfFormat",
     "hub": "hub:HubFormat",

@@ -269,6 +269,7 @@ RULES: dict[tuple[str, str], Callable[..., Any]] = {
 
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 _NAMES: dict[str, str] = {
+    "_io": "BytesIO",
     "builtins": "object dict list int float str bool tuple slice",
     "argparse": "Namespace",
     "types": "SimpleNamespace",

@@ -318,7 +318,8 @@ def _make_folder(path: Path) -> None:
 
 
 def _link_out(path: Path) -> None:
-    outside = path.parents[1] / f"outside-{path.name}"
+    folder = next(parent for parent in path.parents if parent.name == "damaged")
+    outside = folder.parent / f"outside-{path.name}"
     shutil.move(path, outside)
     path.symlink_to(outside)
 

@@ -75,6 +75,20 @@ def bind_names(
     return found
 
 
+def ties(shards: Catalog) -> dict[str, str]:
+    """Names of tied weights that loaders ask for besides those that are stored: name to the stored name it equals."""
+    if shards.model is None:
+        return {}
+    names = shards.model.names(shards.names)
+    stored = {item.key for item in shards.locals}
+    same = {item.segments: name for name, item in names.unpadded().items() if name in stored}
+    return {
+        name: same[item.segments]
+        for name, item in names.copies.items()
+        if name not in stored and item.segments in same
+    }
+
+
 class Locals:
     """Local tensors that entries refer to, each once."""
 

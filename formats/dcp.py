@@ -26,7 +26,16 @@ from ckptkit.formats import dcp_safetensors, model_config
 from ckptkit.formats.base import Checksum, Format, ReadOptions, WriteOptions
 from ckptkit.formats.binding import model_of
 from ckptkit.formats.carried import carried
-from ckptkit.formats.chunks import Cut, Locals, bind_names, cut_boxes, family_of, plain_local, plain_tensor
+from ckptkit.formats.chunks import (
+    Cut,
+    Locals,
+    bind_names,
+    cut_boxes,
+    family_of,
+    plain_local,
+    plain_tensor,
+    ties,
+)
 from ckptkit.formats.dcp_items import Found, Wanted, load_objects, locate
 from ckptkit.formats.dcp_metadata import (
     NAME,
@@ -142,6 +151,7 @@ class DcpFormat(Format):
         writer = _Writer(state)
         writer.objects()
         writer.tensors(cut)
+        writer.tie(ties(shards))
         small = dict(small_files(shards, {NAME, *map(_path, writer.files)}))
         small[NAME] = write_index(writer.index)
         ranks = sorted(writer.files)
@@ -331,6 +341,15 @@ class _Writer:
             self.index.paths[key] = path
             self.order.append(k)
             self.offset.append(made.data[0])
+
+    def tie(self, names: Mapping[str, str]) -> None:
+        """Give weights further names; both lie in the same items."""
+        for name, original in names.items():
+            stored = self.index.tensors.get(self.state.convention.weight(original)[0])
+            key, path = self.state.convention.weight(name)
+            if stored is not None and key not in self.index.tensors:
+                self.index.tensors[key] = Stored(stored.dtype, stored.shape, list(stored.chunks))
+                self.index.paths[key] = path
 
 
 @lru_cache(maxsize=1 << 16)

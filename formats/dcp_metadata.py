@@ -11,7 +11,7 @@ Source: PyTorch, `torch/distributed/checkpoint/metadata.py` and `filesystem.py`.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple, TypeGuard
@@ -315,33 +315,33 @@ def check_files(store: Store, index: Index) -> None:
     """
     sizes = {path: store.size(path) for path in index.files}
     ends = dict.fromkeys(sizes, 0)
-    owners: dict[Item, str] = {}
+    owners: dict[Item, tuple[str, Chunk | None]] = {}
 
-    def check(key: str, items: Iterable[Item | None]) -> None:
-        for item in items:
-            if item is None:
-                continue
-            end = item.offset + item.length
-            ends[item.path] = max(ends[item.path], end)
-            if end > sizes[item.path]:
-                raise FormatError(
-                    f"{item.path} has {sizes[item.path]} bytes, but {key!r} should be at {item.offset}:{end}. It is truncated, "
-                    "or of another checkpoint; restore it",
-                    file=item.path,
-                    tensor=key,
-                )
-            if item in owners:
-                raise FormatError(
-                    f"{key!r} and {owners[item]!r} both lie at byte {item.offset} of {item.path}, which one save never does",
-                    file=item.path,
-                    tensor=key,
-                )
-            owners[item] = key
+    def check(key: str, item: Item, chunk: Chunk | None) -> None:
+        end = item.offset + item.length
+        ends[item.path] = max(ends[item.path], end)
+        if end > sizes[item.path]:
+            raise FormatError(
+                f"{item.path} has {sizes[item.path]} bytes, but {key!r} should be at {item.offset}:{end}. It is truncated, "
+                "or of another checkpoint; restore it",
+                file=item.path,
+                tensor=key,
+            )
+        owner, box = owners.setdefault(item, (key, chunk))
+        # Tied weights may lie in the same items, each box of the one in that of the other.
+        if box is not chunk and (owner == key or chunk is None or box != chunk):
+            raise FormatError(
+                f"{key!r} and {owner!r} both lie at byte {item.offset} of {item.path}, which one save never does",
+                file=item.path,
+                tensor=key,
+            )
 
     for key, tensor in index.tensors.items():
-        check(key, (chunk.item for chunk in tensor.chunks if 0 not in chunk.sizes))
+        for chunk in tensor.chunks:
+            if chunk.item is not None and 0 not in chunk.sizes:
+                check(key, chunk.item, chunk)
     for key, item in index.objects.items():
-        check(key, (item,))
+        check(key, item, None)
     for tensor in index.tensors.values():
         for chunk in tensor.chunks:
             if chunk.item is not None and 0 in chunk.sizes:
@@ -363,6 +363,7 @@ def items_by_file(index: Index) -> dict[str, list[tuple[str, Item]]]:
                 found.setdefault(chunk.item.path, []).append((key, chunk.item))
     for key, item in index.objects.items():
         found.setdefault(item.path, []).append((key, item))
-    for items in found.values():
-        items.sort(key=lambda pair: pair[1].offset)
+    for path, items in found.items():
+        first = {item: key for key, item in reversed(items)}  # tied weights share their items
+        found[path] = sorted(((key, item) for item, key in first.items()), key=lambda pair: pair[1].offset)
     return found

@@ -29,6 +29,10 @@ from ckptkit.formats.plain import TensorValue, from_plain, scalar
 from ckptkit.formats.stored_keys import Keys, clean
 
 OURS = "ckptkit"
+KEYS = "torch_keys"
+"""Common extra: how a trainer names its state (`Convention`). No state itself."""
+OBJECTS = "torch_objects"
+"""Common extra: every other object, as `[key, path, value]`."""
 _LOADER = re.compile(r"dataloader\.dp_rank_(\d+)")
 _STEPS = ("step", "train_state.step", "iteration", "global_step")
 Path = tuple[str | int, ...]
@@ -132,11 +136,10 @@ def read_extras(
     convention = Convention(
         keys.model_prefix, keys.optimizer_prefix if keys.state or keys.groups else "optimizer.", flat
     )
-    if others or convention != Convention():
-        found.common["dcp"] = {
-            **vars(convention),
-            "objects": [[key, list(paths.get(key, (key,))), value] for key, value in others.items()],
-        }
+    if convention != Convention():
+        found.common[KEYS] = dict(vars(convention))
+    if others:
+        found.common[OBJECTS] = [[key, list(paths.get(key, (key,))), value] for key, value in others.items()]
     layout = ours.get("layout")
     return found, Origin(Layout.parse(layout) if isinstance(layout, str) else None, ours.get("facts", {}))
 
@@ -226,8 +229,8 @@ def write_extras(
         facts: What is known of the origin; kept beside.
     """
     common = dict(shards.extras.common)
-    carried = common.pop("dcp", None) or {}
-    state = State(Convention(*(carried.get(f, d) for f, d in vars(Convention()).items())))
+    style, objects = common.pop(KEYS, None) or {}, common.pop(OBJECTS, None) or ()
+    state = State(Convention(*(style.get(f, d) for f, d in vars(Convention()).items())))
     groups = common.pop("groups", None)
     conv = state.convention
     for number, (group, members) in enumerate(family_groups(groups or (), names.values())):
@@ -242,11 +245,11 @@ def write_extras(
                 state.objects.append((*conv.group(which, name), value))
         if not conv.flat:
             state.objects.append((*conv.group(number, "params"), members))
-    for key, path, value in carried.get("objects", ()):
+    for key, path, value in objects:
         state.objects.append((key, tuple(path), from_plain(value)))
     mine: dict[str, Any] = {"common": common, "layout": str(shards.layout or Layout())}
     loader = shards.extras.by_sample
-    if loader and carried:
+    if loader and (style or objects):
         for rank, value in enumerate(loader):
             key = f"dataloader.dp_rank_{rank}"
             state.objects.append((key, ("dataloader", f"dp_rank_{rank}"), from_plain(value)))

@@ -26,8 +26,8 @@ from ckptkit.formats import model_config
 from ckptkit.formats.base import Checksum, Format, ReadOptions, WriteOptions
 from ckptkit.formats.binding import model_of
 from ckptkit.formats.carried import carried
-from ckptkit.formats.chunks import Locals, bind_names, family_of, plain_local, plain_tensor
-from ckptkit.formats.dcp_state import State, read_extras, write_extras
+from ckptkit.formats.chunks import Locals, bind_names, family_of, plain_local, plain_tensor, ties
+from ckptkit.formats.dcp_state import KEYS, State, read_extras, write_extras
 from ckptkit.formats.model_config import small_files
 from ckptkit.formats.plain import to_plain
 from ckptkit.formats.standins import Storage, StoredTensor
@@ -127,6 +127,7 @@ class TorchFormat(Format):
         state = _state(shards, options.facts)
         placed = entries.take(np.lexsort((entries.local, entries.role)))
         groups = _groups(placed.nbytes, options.max_shard_size)
+        tied = {original: name for name, original in ties(shards).items()}
         stem = "checkpoint" if state is not None else "model"
         files: list[File] = []
         literals: dict[int, Sequence[Literal]] = {}
@@ -134,7 +135,7 @@ class TorchFormat(Format):
         for number, rows in enumerate(groups):
             leaves: list[tuple[Path, Any]] = []
             for storage, row in enumerate(rows):
-                leaves.append(_leaf(shards, placed, row, storage, state))
+                leaves += _leaves(shards, placed, row, storage, state, tied)
             if state is not None and number == 0:
                 leaves += [(path, scalar) for _, path, scalar in state.scalars]
                 leaves += [(path, value) for _, path, value in state.objects]
@@ -232,7 +233,7 @@ def _state(shards: Catalog, facts: Mapping[str, Any]) -> State | None:
     """Training state beside the tensors, or None where there is none: then the file is a plain state dict."""
     extras = shards.extras
     roles = {ROLES[code] for code in np.unique(shards.entries.role)}
-    others = (extras.common, extras.by_coordinate, extras.by_sample, facts.get("partial"))
+    others = (set(extras.common) - {KEYS}, extras.by_coordinate, extras.by_sample, facts.get("partial"))
     if not (roles & set(STATE_ROLES) or any(others)):
         return None
     by_exp_avg = shards.entries.local[shards.entries.role == ROLE_CODE["exp_avg"]]
@@ -240,23 +241,21 @@ def _state(shards: Catalog, facts: Mapping[str, Any]) -> State | None:
     return write_extras(shards, {item.key: item for item in shards.locals}, trained, facts)
 
 
-def _leaf(
-    shards: Catalog, entries: Entries, row: int, storage: int, state: State | None
-) -> tuple[Path, StoredTensor]:
-    """One tensor, and its path in the nested state."""
+def _leaves(
+    shards: Catalog, entries: Entries, row: int, storage: int, state: State | None, tied: Mapping[str, str]
+) -> list[tuple[Path, StoredTensor]]:
+    """One tensor by its path in the nested state; a weight that is tied has a second name for the same storage."""
     item, dtype = shards.locals[int(entries.local[row])], TABLE[entries.dtype[row]]
     strides = row_major_strides(tuple(max(n, 1) for n in item.shape))
     held = StoredTensor(
         Storage(str(storage), dtype, item.size * dtype.itemsize), dtype, 0, item.shape, strides
     )
     role = ROLES[entries.role[row]]
-    if state is None:
-        return (item.key,), held
-    convention = state.convention
-    _, path = (
-        convention.state(item.key, SLOT_OF[role]) if role in STATE_ROLES else convention.weight(item.key)
-    )
-    return path, held
+    if role in STATE_ROLES:
+        assert state is not None
+        return [(state.convention.state(item.key, SLOT_OF[role])[1], held)]
+    names = [item.key, *([tied[item.key]] if item.key in tied else [])]
+    return [((name,) if state is None else state.convention.weight(name)[1], held) for name in names]
 
 
 def _groups(nbytes: np.ndarray, largest: int) -> list[list[int]]:

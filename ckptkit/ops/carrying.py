@@ -12,6 +12,9 @@ from ckptkit.ops.dropping import DropRow
 _OPTIMIZER_EXTRAS = ("groups", "scheduler", "loss_scale", "scaler", "optimizer")
 """Common extras that mean nothing without optimizer state."""
 
+_KEY_STYLE = "torch_keys"
+"""How a trainer names its state, which says nothing to a format that has no such keys: no loss."""
+
 
 def carry(
     source: Catalog,
@@ -42,7 +45,10 @@ def carry(
         # One flag is enough: whoever leaves the optimizer behind does not go on training from there.
         trained = "groups" in extras.common or any(role in STATE_ROLES for _, role in source.held)
         flag = "--drop-optimizer" if trained else "--drop-extras"
-        names = [*extras.common, *(["per-rank states"] if extras.by_coordinate else [])]
+        names = [
+            *(name for name in extras.common if name != _KEY_STYLE),
+            *(["per-rank states"] if extras.by_coordinate else []),
+        ]
         names += ["loader states"] if extras.by_sample else []
         for name in names:
             rows.append(DropRow(f"extras: {name}", 1, 0, f"{format.name} holds no extras", flag, allowed))

@@ -104,9 +104,9 @@ def test_other_objects_are_carried(samples: Path) -> None:
     """A schedule's state comes along, and loader states become state by sample."""
     nested, flat = read(samples / "nested"), read(samples / "flat")
 
-    carried = {key: value for key, _, value in nested.extras.common["dcp"]["objects"]}
+    carried = {key: value for key, _, value in nested.extras.common["torch_objects"]}
     assert carried["lr_scheduler.last_epoch"] == 2 and carried["lr_scheduler.base_lrs"] == [0.01, 0.01]
-    assert [key for key, *_ in flat.extras.common["dcp"]["objects"]] == [
+    assert [key for key, *_ in flat.extras.common["torch_objects"]] == [
         f"dataloader.dp_rank_{n}.position" for n in (0, 1)
     ]
 

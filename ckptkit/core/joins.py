@@ -1,7 +1,8 @@
 """Overlaps of two sets of boxes, millions at a time.
 
 Boxes have a key (a tensor and role); only boxes of one key can overlap. Per key the sweep runs on the axis with the
-fewest candidates, counted exactly before any is made, since one fixed axis goes quadratic on cuts of the others.
+fewest candidates, counted exactly before any is made, since one fixed axis goes quadratic on cuts of the others. Where
+even that axis has many (a fine grid against another), the second best one is cut into slabs first.
 """
 
 from collections.abc import Iterator
@@ -12,10 +13,18 @@ import numpy.typing as npt
 from ckptkit.core.boxes import ranges
 
 I64 = npt.NDArray[np.int64]
-Boxes = npt.NDArray[np.signedinteger]
+I8 = npt.NDArray[np.int8]
 
 BLOCK = 1 << 21
 """Candidates held at a time."""
+
+MANY = 32
+"""Candidates a box from which on slabs are worth their copies of boxes."""
+
+WIDE = 8
+"""Copies a box, on average, from which on they are not."""
+
+_NEVER = 1 << 40
 
 
 class BoxSet:
@@ -35,36 +44,87 @@ class BoxSet:
         return BoxSet(self.key[index], self.lo[index], self.hi[index])
 
 
-def overlaps(left: BoxSet, right: BoxSet, block: int = BLOCK) -> Iterator[tuple[I64, I64]]:
+def overlaps(left: BoxSet, right: BoxSet, block: int = BLOCK, many: int = MANY) -> Iterator[tuple[I64, I64]]:
     """Every pair of one box of `left` and one of `right` that share an element, in blocks `(left, right)`.
 
     No box may be empty. Within all blocks together each pair appears once; order is arbitrary. A block comes from at most
-    `block` candidates.
+    `block` candidates. Keys with more than `many` candidates a box are cut into slabs.
     """
     if not len(left) or not len(right):
         return
-    if left.lo.shape[1]:
-        axis = sweep_axes(left, right)
-        left_axis, right_axis = axis[left.key], axis[right.key]
-        left_line, right_line = _Line.of(
-            left.key, _pick(left.lo, left_axis), _pick(left.hi, left_axis),
-            right.key, _pick(right.lo, right_axis), _pick(right.hi, right_axis),
-        )  # fmt: skip
-    else:  # scalars: boxes of one key are equal
-        left_line, right_line = (_Line(boxes.key, boxes.key + 1) for boxes in (left, right))
-    left_order, right_order = np.argsort(left_line.lo), np.argsort(right_line.lo)
+    if not left.lo.shape[1]:  # scalars: boxes of one key are equal
+        yield from _sweep(left, right, _Line(left.key, left.key + 1), _Line(right.key, right.key + 1), block)
+        return
+    axis, second, candidates = sweep_axes(left, right)
+    count = np.bincount(left.key, minlength=len(axis)) + np.bincount(right.key, minlength=len(axis))
+    crowded = (second >= 0) & (candidates > many * count)
+    if crowded.any():
+        i, j = np.flatnonzero(crowded[left.key]), np.flatnonzero(crowded[right.key])
+        parts = np.minimum(candidates // count, count)
+        for a, b in _by_slabs(left.take(i), right.take(j), second, parts, block):
+            yield i[a], j[b]
+        i, j = np.flatnonzero(~crowded[left.key]), np.flatnonzero(~crowded[right.key])
+        for a, b in overlaps(left.take(i), right.take(j), block, _NEVER):
+            yield i[a], j[b]
+        return
+    left_axis, right_axis = axis[left.key], axis[right.key]
+    lines = _Line.of(
+        left.key, _pick(left.lo, left_axis), _pick(left.hi, left_axis),
+        right.key, _pick(right.lo, right_axis), _pick(right.hi, right_axis),
+    )  # fmt: skip
+    yield from _sweep(left, right, *lines, block)
+
+
+def _by_slabs(left: BoxSet, right: BoxSet, axes: I8, parts: I64, block: int) -> Iterator[tuple[I64, I64]]:
+    """The pairs of `overlaps`, with each key cut on one axis into about as many slabs as `parts` says.
+
+    A box is in every slab it meets; a pair counts in the slab where the later of the two begins.
+    """
+    left_axis, right_axis = axes[left.key], axes[right.key]
+    a, b = _Line.of(
+        left.key, _pick(left.lo, left_axis), _pick(left.hi, left_axis),
+        right.key, _pick(right.lo, right_axis), _pick(right.hi, right_axis),
+    )  # fmt: skip
+    # Slabs begin where every so many boxes of `left` begin; the first of a key begins before all boxes.
+    order = np.argsort(a.lo)
+    key = left.key[order]
+    place = np.arange(len(key)) - np.searchsorted(key, key)
+    share = place * parts[key] // np.bincount(left.key, minlength=len(axes))[key]
+    new = np.ones(len(key), bool)
+    new[1:] = (key[1:] != key[:-1]) | (share[1:] != share[:-1])
+    edges = a.lo[order][new]
+    keys, at = np.unique(key[new], return_index=True)
+    for line, side in ((b, right), (a, left)):
+        lowest = np.full(len(axes), np.iinfo(np.int64).max)
+        np.minimum.at(lowest, side.key, line.lo)
+        edges[at] = np.minimum(edges[at], lowest[keys])
+    left_first, right_first = (np.searchsorted(edges, line.lo, side="right") - 1 for line in (a, b))
+    left_count, right_count = (
+        np.searchsorted(edges, line.hi - 1, side="right") - first
+        for line, first in ((a, left_first), (b, right_first))
+    )
+    if left_count.sum() + right_count.sum() > WIDE * (len(left) + len(right)):
+        yield from overlaps(
+            left, right, block, _NEVER
+        )  # boxes as wide as the tensor: slabs would not part them
+        return
+    (i, left_slab), (j, right_slab) = ranges(left_first, left_count), ranges(right_first, right_count)
+    cut_left, cut_right = (
+        BoxSet(left_slab, left.lo[i], left.hi[i]),
+        BoxSet(right_slab, right.lo[j], right.hi[j]),
+    )
+    for x, y in overlaps(cut_left, cut_right, block, _NEVER):
+        mine = left_slab[x] == np.maximum(left_first[i[x]], right_first[j[y]])
+        yield i[x[mine]], j[y[mine]]
+
+
+def _sweep(left: BoxSet, right: BoxSet, a: "_Line", b: "_Line", block: int) -> Iterator[tuple[I64, I64]]:
+    """The pairs of `overlaps` among boxes whose intervals on a line overlap: those of `left` and of `right`."""
     # Each overlapping pair starts either in the right box, or strictly before it.
-    yield from _expand(
-        left, right, left_order, _starts(left_line.lo[left_order], right_line.lo, right_line.hi), False, block
-    )
-    yield from _expand(
-        left,
-        right,
-        right_order,
-        _starts(right_line.lo[right_order], left_line.lo + 1, left_line.hi),
-        True,
-        block,
-    )
+    order = np.argsort(a.lo)
+    yield from _expand(left, right, order, _starts(a.lo[order], b.lo, b.hi), False, block)
+    order = np.argsort(b.lo)
+    yield from _expand(left, right, order, _starts(b.lo[order], a.lo + 1, a.hi), True, block)
 
 
 class _Line:
@@ -90,11 +150,14 @@ class _Line:
         return cls(base + lo, base + hi), cls(other_base + other_lo, other_base + other_hi)
 
 
-def sweep_axes(left: BoxSet, right: BoxSet) -> npt.NDArray[np.int8]:
-    """The axis to sweep on, for each key."""
+def sweep_axes(left: BoxSet, right: BoxSet) -> tuple[I8, I8, I64]:
+    """For each key the axis to sweep on, the second best (-1 where no other helps), and the candidates of the first.
+
+    Candidates are counted only where there is a choice, else 0.
+    """
     keys = int(max(left.key.max(), right.key.max())) + 1
     width = left.lo.shape[1]
-    best = np.zeros(keys, np.int8)
+    best, second = np.zeros(keys, np.int8), np.full(keys, -1, np.int8)
     # Only an axis that is cut on both sides tells candidates apart.
     cut = np.zeros((width, keys), bool)
     for d in range(width):
@@ -102,9 +165,9 @@ def sweep_axes(left: BoxSet, right: BoxSet) -> npt.NDArray[np.int8]:
     choices = cut.sum(axis=0)
     best[choices == 1] = np.argmax(cut[:, choices == 1], axis=0)
     contested = choices > 1
+    counts = np.full((width, keys), np.iinfo(np.int64).max)
     if not contested.any():
-        return best
-    fewest = np.full(keys, np.iinfo(np.int64).max)
+        return best, second, np.zeros(keys, np.int64)
     left_in, right_in = np.flatnonzero(contested[left.key]), np.flatnonzero(contested[right.key])
     for d in range(width):
         i, j = left_in[cut[d][left.key[left_in]]], right_in[cut[d][right.key[right_in]]]
@@ -116,9 +179,10 @@ def sweep_axes(left: BoxSet, right: BoxSet) -> npt.NDArray[np.int8]:
         count = np.zeros(keys, np.int64)
         np.add.at(count, right.key[j], _starts(np.sort(a.lo), b.lo, b.hi)[1])
         np.add.at(count, left.key[i], _starts(np.sort(b.lo), a.lo + 1, a.hi)[1])
-        better = cut[d] & contested & (count < fewest)
-        best[better], fewest[better] = d, count[better]
-    return best
+        counts[d] = np.where(cut[d] & contested, count, counts[d])
+    order = np.argsort(counts, axis=0, kind="stable")
+    best[contested], second[contested] = order[0][contested], order[1][contested]
+    return best, second, np.where(contested, counts.min(axis=0), 0)
 
 
 def _is_cut(boxes: BoxSet, axis: int, keys: int) -> npt.NDArray[np.bool_]:
@@ -130,7 +194,7 @@ def _is_cut(boxes: BoxSet, axis: int, keys: int) -> npt.NDArray[np.bool_]:
     return found
 
 
-def _pick(columns: npt.NDArray[np.signedinteger], axis: npt.NDArray[np.int8]) -> I64:
+def _pick(columns: npt.NDArray[np.signedinteger], axis: I8) -> I64:
     return np.take_along_axis(columns, axis[:, None].astype(np.intp), 1)[:, 0].astype(np.int64)
 
 

@@ -52,6 +52,12 @@ def print_plan(report: "PlanReport") -> None:
         show.say(f"{show.style('proven', 'green')}: {show.nbytes(report.bytes_out)} to write, {what}")
 
 
+def what_is_lost(report: "PlanReport") -> list[str]:
+    """A line for all that a reshard changes or leaves behind without being told to by an option of its own."""
+    dropped = [f"left behind: {_drop(drop)}" for drop in report.drops if not drop.flag]
+    return dropped + [f"cast: {_cast(cast)}" for cast in report.casts if cast.lossy]
+
+
 def _fields(report: "PlanReport") -> list[tuple[str, str]]:
     balance = ""
     if report.mean_rank and (report.destination.get("world") or 1) > 1:

@@ -6,7 +6,7 @@ import click
 
 from ckptkit.cli import show
 from ckptkit.cli.common import common, notes, print_report, reshard_options
-from ckptkit.cli.plan import print_plan
+from ckptkit.cli.plan import print_plan, what_is_lost
 from ckptkit.cli.progress import Progress
 from ckptkit.cli.values import DESTINATION, PLACE
 
@@ -39,6 +39,7 @@ def reshard(src: str, dst: str, as_json: bool, **options: Any) -> None:
     if result.dry_run:
         print_plan(result.plan)
         return
+    notes(what_is_lost(result.plan))
     show.say(done(result))
 
 

@@ -215,7 +215,7 @@ def _held(
     for key, dtype in held.items():
         role = key[1]
         if key not in wanted:
-            dropped.add(key, dtype, "not asked for (--only)")
+            dropped.add(key, dtype, "not asked for (--only)", "--only")
         elif key in unwanted:
             dropped.add(key, dtype, "asked for", "--drop")
         elif role in OPTIMIZER_STATE and options.drop_optimizer:

@@ -45,6 +45,18 @@ def test_optimizer_state_is_not_lost_silently(made: Path, tmp_path: Path) -> Non
     assert allowed.exit_code == 0, allowed.output
 
 
+def test_what_is_lost_without_a_flag_of_its_own_is_said(made: Path, tmp_path: Path) -> None:
+    """Streams of ranks that a layout lacks, and bits that a cast takes, are listed by the command that loses them."""
+    moved = invoke("reshard", made / "native", tmp_path / "a", "--layout", "tp=1")
+    cast = invoke("reshard", made / "native", tmp_path / "b", "--dtype", "float16")
+    asked = invoke("reshard", made / "native", tmp_path / "c", "--only", "*norm*/param")
+
+    assert (moved.exit_code, cast.exit_code, asked.exit_code) == (0, 0, 0)
+    assert moved.stderr.startswith("left behind: extras: per-rank states: layout tp=1 has no such coordinates")
+    assert cast.stderr.startswith("cast: bfloat16 → float16, bits may be lost: param of ")
+    assert asked.stderr == ""
+
+
 def test_a_plan_writes_nothing(made: Path, tmp_path: Path) -> None:
     for command in (("plan",), ("reshard", "--dry-run")):
         done = invoke(command[0], made / "native", tmp_path / "out", "--layout", "dp=3,zero=1", *command[1:])

@@ -52,7 +52,9 @@ def test_what_is_lost_without_a_flag_of_its_own_is_said(made: Path, tmp_path: Pa
     asked = invoke("reshard", made / "native", tmp_path / "c", "--only", "*norm*/param")
 
     assert (moved.exit_code, cast.exit_code, asked.exit_code) == (0, 0, 0)
-    assert moved.stderr.startswith("left behind: extras: per-rank states: layout tp=1 has no such coordinates")
+    assert moved.stderr.startswith(
+        "left behind: extras: per-rank states: layout tp=1 has no such coordinates"
+    )
     assert cast.stderr.startswith("cast: bfloat16 → float16, bits may be lost: param of ")
     assert asked.stderr == ""
 

@@ -6,7 +6,7 @@ independent of the source. Where the file system cannot clone, files are written
 kernel is buffered and slower than direct writes; their bytes pass through memory for the digests anyway.
 """
 
-import fcntl
+from collections.abc import Callable
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from ckptkit.engine.digests import digest
 from ckptkit.engine.sources import Sources
 from ckptkit.engine.writer import Outputs
 from ckptkit.stores.base import Reader
-from ckptkit.stores.system import FICLONE
+from ckptkit.stores.system import clone
 
 
 def unchanged_files(plan: Plan, destination: Destination, copies: Copies) -> list[tuple[int, int]]:
@@ -48,9 +48,18 @@ def unchanged_files(plan: Plan, destination: Destination, copies: Copies) -> lis
 
 
 def copy_unchanged(
-    plan: Plan, destination: Destination, copies: Copies, sources: Sources, outputs: Outputs
+    plan: Plan,
+    destination: Destination,
+    copies: Copies,
+    sources: Sources,
+    outputs: Outputs,
+    clone: Callable[[int, int], bool] = clone,
 ) -> list[int]:
-    """Clone what can be cloned; gives the numbers of the destination files that are done."""
+    """Clone what can be cloned; gives the numbers of the destination files that are done.
+
+    Args:
+        clone: Makes the second of two open files share the bytes of the first; gives False where that is impossible.
+    """
     done: list[int] = []
     for number, source in unchanged_files(plan, destination, copies):
         path = sources.store.local_path(plan.source.files[source].path)
@@ -62,13 +71,11 @@ def copy_unchanged(
         try:
             if not _others_equal(copies, destination, reader, number, size):
                 continue
-            try:
-                with open(path, "rb") as file:
-                    fcntl.ioctl(out.fileno(), FICLONE, file.fileno())
-            except OSError:
-                if not done:
-                    return []  # this file system cannot, or not between these two
-                continue
+            with open(path, "rb") as file:
+                cloned = clone(file.fileno(), out.fileno())
+            if not cloned:
+                return done
+            outputs.unsynced.add(number)
             _take_digests(sources, outputs, reader, number, source, size)
         finally:
             sources.files.give(source)

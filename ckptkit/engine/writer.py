@@ -8,6 +8,8 @@ import threading
 import zlib
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +26,7 @@ from ckptkit.engine.sources import OpenFiles, Sources
 from ckptkit.stores.durable import OutFile, UnfinishedFolder
 
 SEGMENT = 64 << 20
+_SYNCS = 8
 
 
 class Outputs:
@@ -32,7 +35,7 @@ class Outputs:
     Attributes:
         files: Open files, by number.
         segments: Grid of segments, with all of a header in one.
-        written: Bytes written by this run.
+        unsynced: Files written to since they were last synced.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class Outputs:
         heads = (self.origins > 0).astype(np.int64)
         self._first = np.concatenate([[0], np.cumsum(heads + -(-(self.sizes - self.origins) // SEGMENT))])
         self.segments = int(self._first[-1])
-        self.written = 0
+        self.unsynced: set[int] = set()
         self._digests: dict[int, bytearray] = {}  # by file: 16 bytes a leaf
         self.sums: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)  # by segment
         self._lock = threading.Lock()
@@ -161,6 +164,7 @@ class Outputs:
                     value = self._value(fixup, parts.get((file, number), []))
                     for offset in fixup.offsets:
                         out.write(offset, memoryview(value))
+                        self.unsynced.add(file)
                         touched |= {offset, offset + len(value) - 1}
                 if self.destination.digests:
                     self._digest_again(out, file, touched)
@@ -181,13 +185,27 @@ class Outputs:
 
     def sync_all(self) -> None:
         """Make every file durable, those without any byte included."""
-        for number in range(len(self.sizes)):
-            self.sync(number)
+        empty = np.flatnonzero(self.sizes == 0).tolist()
+        self.sync([*self.unsynced, *empty])
 
-    def sync(self, number: int) -> None:
+    def sync(self, numbers: Iterable[int]) -> None:
+        """Make files durable, several at a time: file systems write their journal once for all who wait for it."""
+        wanted = list(set(numbers))
+        if len(wanted) == 1:
+            self._sync(wanted[0])
+        elif wanted:
+            with ThreadPoolExecutor(min(len(wanted), _SYNCS), "sync") as pool:
+                list(pool.map(self._sync, wanted))
+
+    def _sync(self, number: int) -> None:
+        # Before the sync: what is written from here on counts as not synced.
+        self.unsynced.discard(number)
         file = self.files.take(number)
         try:
             file.sync()
+        except BaseException:
+            self.unsynced.add(number)
+            raise
         finally:
             self.files.give(number)
 
@@ -237,6 +255,7 @@ class Writer(Mover):
             out.write(slab.start, data)
         finally:
             outputs.files.give(slab.file)
+        outputs.unsynced.add(slab.file)
         with self._lock:
             self.done_bytes += slab.stop - slab.start
             self._left[segment] -= 1
@@ -249,8 +268,8 @@ class Writer(Mover):
             segments, self.complete = self.complete, []
         if not segments:
             return 0
-        for file in {self.outputs.locate(segment)[0] for segment in segments}:
-            self.outputs.sync(file)
+        files = {self.outputs.locate(segment)[0] for segment in segments}
+        self.outputs.sync(files & self.outputs.unsynced)
         journal.append(self.outputs.durable(segment) for segment in segments)
         return sum(self.outputs.segment_bytes(segment) for segment in segments)
 

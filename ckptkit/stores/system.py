@@ -2,12 +2,13 @@
 
 import ctypes
 import errno
+import fcntl
 import os
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _SYNC_FILE_RANGE_WRITE = 2
-FICLONE = 0x40049409
+_FICLONE = 0x40049409
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 
 
@@ -49,6 +50,15 @@ def preallocate(fd: int, size: int) -> None:
         if code not in _UNSUPPORTED:
             raise OSError(code, os.strerror(code))
     os.ftruncate(fd, size)
+
+
+def clone(source: int, destination: int) -> bool:
+    """Make one open file share all bytes of another; False where the file system cannot (or not between these two)."""
+    try:
+        fcntl.ioctl(destination, _FICLONE, source)
+    except OSError:
+        return False
+    return True
 
 
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:

@@ -8,7 +8,6 @@ Any set of boxes that tiles a tensor is read, and any layout is written: every r
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from math import prod
 from typing import ClassVar
 
@@ -16,8 +15,8 @@ import numpy as np
 
 from ckptkit.core import zero
 from ckptkit.core.catalog import ROLE_CODE, ROLES, Catalog, Entries, File
-from ckptkit.core.destination import Destination, Fixup, Literal
-from ckptkit.core.dtypes import TABLE, DType
+from ckptkit.core.destination import Destination
+from ckptkit.core.dtypes import TABLE
 from ckptkit.core.layouts import Layout
 from ckptkit.core.local import LocalTensor
 from ckptkit.core.schema import STATE_ROLES, Tensor
@@ -27,7 +26,6 @@ from ckptkit.formats.base import Checksum, Format, ReadOptions, WriteOptions
 from ckptkit.formats.binding import model_of
 from ckptkit.formats.carried import carried
 from ckptkit.formats.chunks import (
-    Cut,
     Locals,
     bind_names,
     cut_boxes,
@@ -41,7 +39,6 @@ from ckptkit.formats.dcp_metadata import (
     NAME,
     Chunk,
     Index,
-    Item,
     Stored,
     check_files,
     items_by_file,
@@ -50,12 +47,11 @@ from ckptkit.formats.dcp_metadata import (
     read_index,
     write_index,
 )
-from ckptkit.formats.dcp_state import State, read_extras, wanted_objects, write_extras
+from ckptkit.formats.dcp_state import read_extras, wanted_objects, write_extras
+from ckptkit.formats.distcp_writer import ItemWriter
 from ckptkit.formats.model_config import small_files
-from ckptkit.formats.standins import Storage, StoredTensor
 from ckptkit.formats.stored_keys import SLOT_OF, Keys, sort_keys
 from ckptkit.formats.torch_zip import open_archive
-from ckptkit.formats.torch_zip_writer import ALIGN, Skeleton, skeleton
 from ckptkit.stores.base import Store
 
 _Key = tuple[str, str]
@@ -148,33 +144,35 @@ class DcpFormat(Format):
             for k in np.unique(shards.entries.local[shards.entries.role == ROLE_CODE["exp_avg"]])
         }
         state = write_extras(shards, stored, trained, options.facts)
-        writer = _Writer(state)
-        writer.objects()
-        writer.tensors(cut)
-        writer.tie(ties(shards))
-        small = dict(small_files(shards, {NAME, *map(_path, writer.files)}))
+        conv = state.convention
+        writer = ItemWriter()
+        for key, path, value in state.objects:
+            writer.object(0, key, value, path)
+        for key, path, scalar in state.scalars:
+            writer.scalar(0, key, scalar, path)
+        boxes = cut.entries
+        for k in np.lexsort((boxes.first, boxes.local, boxes.role, boxes.file)).tolist():
+            role, item = ROLES[boxes.role[k]], cut.locals[int(boxes.local[k])]
+            key, path = conv.state(item.key, SLOT_OF[role]) if role in STATE_ROLES else conv.weight(item.key)
+            dtype, shape = TABLE[boxes.dtype[k]], cut.shapes[item.key]
+            writer.box(int(boxes.file[k]), k, key, dtype, shape, cut.start[k], cut.sizes[k], path)
+        for name, original in ties(shards).items():
+            key, path = conv.weight(name)
+            writer.tie(key, conv.weight(original)[0], path)
+        files = writer.files()
+        small = dict(small_files(shards, {NAME, *(file.path for file in files)}))
         small[NAME] = write_index(writer.index)
-        ranks = sorted(writer.files)
-        number = np.zeros(max(ranks, default=0) + 1, np.uint32)
-        number[ranks] = np.arange(len(ranks))
-        entries = cut.entries.take(np.asarray(writer.order, np.int64))
-        entries.file = number[entries.file]
-        entries.offset = np.asarray(writer.offset, np.int64)
         catalog = Catalog(
-            format=self.name, where=shards.where, tensors=shards.tensors, locals=cut.locals,
-            files=[File(_path(rank), writer.files[rank].size, 0, rank) for rank in ranks], entries=entries,
-            layout=shards.layout, model=shards.model, names=shards.names, extras=shards.extras, facts=shards.facts,
+            format=self.name, where=shards.where, tensors=shards.tensors, locals=cut.locals, files=files,
+            entries=writer.placed(cut.entries), layout=shards.layout, model=shards.model, names=shards.names,
+            extras=shards.extras, facts=shards.facts,
         )  # fmt: skip
         return Destination(
             catalog=catalog,
-            literals={k: writer.files[rank].literals for k, rank in enumerate(ranks)},
-            fixups={k: writer.files[rank].fixups for k, rank in enumerate(ranks)},
+            literals=writer.literals(),
+            fixups=writer.fixups(),
             finish=lambda written: small.items(),
         )
-
-
-def _path(rank: int) -> str:
-    return f"__{rank}_0.distcp"
 
 
 def _stored(keys: Keys, index: Index) -> dict[_Key, Stored]:
@@ -283,85 +281,3 @@ def _whole(shards: Catalog) -> dict[str, LocalTensor]:
         return {item.key: plain_local(item.key, item.shape) for item in shards.locals}
     names = shards.model.names(shards.names)
     return {**names.copies, **names.unpadded()}
-
-
-class _File:
-    """A `.distcp` file as it grows."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self.literals: list[Literal] = []
-        self.fixups: list[Fixup] = []
-
-
-class _Writer:
-    """Places items one after the other in their ranks' files, and notes them in the index."""
-
-    def __init__(self, state: State) -> None:
-        self.state = state
-        self.index = Index()
-        self.files: dict[int, _File] = {}
-        self.order: list[int] = []  # entries, file by file
-        self.offset: list[int] = []
-
-    def add(self, rank: int, made: Skeleton) -> Item:
-        """Append a zip that was laid out to begin at `place(rank)`."""
-        file = self.files[rank]
-        start = self.place(rank)
-        file.literals += made.literals
-        file.fixups += made.fixups
-        file.size = start + made.size
-        return Item(_path(rank), start, made.size)
-
-    def place(self, rank: int) -> int:
-        """Where the next zip begins: aligned, so that payloads are."""
-        return -(-self.files.setdefault(rank, _File()).size // ALIGN) * ALIGN
-
-    def objects(self) -> None:
-        """What belongs to no rank is written by the first."""
-        for key, path, value in self.state.objects:
-            self.index.objects[key] = self.add(0, skeleton(value, start=self.place(0)))
-            self.index.paths[key] = path
-        for key, path, scalar in self.state.scalars:
-            item = self.add(0, skeleton(scalar, start=self.place(0)))
-            self.index.tensors[key] = Stored(scalar.dtype, (), [Chunk((), (), item)])
-            self.index.paths[key] = path
-
-    def tensors(self, cut: Cut) -> None:
-        """Every box, in the order of ranks, roles and the model."""
-        entries = cut.entries
-        for k in np.lexsort((entries.first, entries.local, entries.role, entries.file)).tolist():
-            rank, role = int(entries.file[k]), ROLES[entries.role[k]]
-            item, dtype, sizes = cut.locals[int(entries.local[k])], TABLE[entries.dtype[k]], cut.sizes[k]
-            made = _tensor_zip(dtype, sizes).moved(self.place(rank))
-            conv = self.state.convention
-            key, path = conv.state(item.key, SLOT_OF[role]) if role in STATE_ROLES else conv.weight(item.key)
-            stored = self.index.tensors.setdefault(key, Stored(dtype, cut.shapes[item.key], []))
-            stored.chunks.append(Chunk(cut.start[k], sizes, self.add(rank, made)))
-            self.index.paths[key] = path
-            self.order.append(k)
-            self.offset.append(made.data[0])
-
-    def tie(self, names: Mapping[str, str]) -> None:
-        """Give weights further names; both lie in the same items."""
-        for name, original in names.items():
-            stored = self.index.tensors.get(self.state.convention.weight(original)[0])
-            key, path = self.state.convention.weight(name)
-            if stored is not None and key not in self.index.tensors:
-                self.index.tensors[key] = Stored(stored.dtype, stored.shape, list(stored.chunks))
-                self.index.paths[key] = path
-
-
-@lru_cache(maxsize=1 << 16)
-def _tensor_zip(dtype: DType, sizes: tuple[int, ...]) -> Skeleton:
-    """The zip of one tensor, at the start of a file."""
-    nbytes = prod(sizes) * dtype.itemsize
-    return skeleton(StoredTensor(Storage("0", dtype, nbytes), dtype, 0, sizes, _strides(sizes)), [nbytes])
-
-
-def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Row-major strides as torch states them: those of empty tensors as if sizes were one."""
-    strides = [1] * len(sizes)
-    for axis in range(len(sizes) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * max(sizes[axis + 1], 1)
-    return tuple(strides)

@@ -1,6 +1,7 @@
 """Writing `.distcp` files: items one after the other in their ranks' files, each noted in the index."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -58,15 +59,21 @@ class ItemWriter:
         sizes: Sequence[int], path: Path | None = None,
     ) -> None:  # fmt: skip
         """A box of a tensor of `shape`, whose bytes are those of an entry."""
-        nbytes = prod(sizes) * dtype.itemsize
-        held = StoredTensor(Storage("0", dtype, nbytes), dtype, 0, tuple(sizes), _strides(sizes))
-        made = skeleton(held, [nbytes], self._place(rank))
+        made = _tensor_zip(dtype, tuple(sizes)).moved(self._place(rank))
         stored = self.index.tensors.setdefault(key, Stored(dtype, tuple(shape), []))
         stored.chunks.append(Chunk(tuple(start), tuple(sizes), self._add(rank, made)))
         if path is not None:
             self.index.paths[key] = path
         self._order.append(entry)
         self._offset.append(made.data[0])
+
+    def tie(self, key: str, original: str, path: Path | None = None) -> None:
+        """A further key for a tensor, in the same items. Nothing where it has one already, or the original is not stored."""
+        stored = self.index.tensors.get(original)
+        if stored is not None and key not in self.index.tensors:
+            self.index.tensors[key] = Stored(stored.dtype, stored.shape, list(stored.chunks))
+            if path is not None:
+                self.index.paths[key] = path
 
     @property
     def ranks(self) -> list[int]:
@@ -106,6 +113,13 @@ class ItemWriter:
 
 def path_of(rank: int) -> str:
     return f"__{rank}_0.distcp"
+
+
+@lru_cache(maxsize=1 << 16)
+def _tensor_zip(dtype: DType, sizes: tuple[int, ...]) -> Skeleton:
+    """The zip of one tensor, at the start of a file."""
+    nbytes = prod(sizes) * dtype.itemsize
+    return skeleton(StoredTensor(Storage("0", dtype, nbytes), dtype, 0, sizes, _strides(sizes)), [nbytes])
 
 
 def _strides(sizes: Sequence[int]) -> tuple[int, ...]:

@@ -1,14 +1,13 @@
 """`triton` and `tl` where Triton is installed; stand-ins elsewhere, so that kernels' modules still import.
 
 A stand-in answers any attribute, call or index with itself: enough to define a kernel, never to run one.
-`INSTALLED` says which of the two it is; `ckptkit.kernels.dispatch` asks it before it picks a Triton form.
+`ckptkit.kernels.dispatch.INSTALLED` says which of the two it is.
 """
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
-INSTALLED: bool = find_spec("triton") is not None
+from ckptkit.kernels.dispatch import INSTALLED
 
 
 class _Absent:

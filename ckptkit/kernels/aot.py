@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import UsageError
-from ckptkit.kernels._triton import INSTALLED
+from ckptkit.kernels.dispatch import INSTALLED
 
 TARGET = "gfx942"
 WAVE = 64
@@ -98,13 +98,15 @@ def _rmsnorm_variants() -> Iterator[Variant]:
         inputs = scales | {"weight": f"*{kind}:16", "hidden": f"*{kind}:16", "residual": "*fp32:16"}
         inputs |= {"rstd": "*fp32:16", "n": "i32", "d": "i32:16"}
         for d in (2048, 4096):
-            shape = t._shape(t.FORWARD, d)
+            shape = t.shape_of(t.FORWARD, d)
+            del shape["PER_SM"]
             options = {"num_warps": shape.pop("num_warps")}
             arguments = inputs | {"merged": "*fp32:16", "normed": f"*{kind}:16", "eps": "fp32"} | shape
             yield Variant(
                 f"rmsnorm forward, {kind}, {d}", "rmsnorm_triton", "forward_kernel", arguments, options
             )
-            shape = t._shape(t.BACKWARD, d)
+            shape = t.shape_of(t.BACKWARD, d)
+            del shape["PER_SM"]
             options = {"num_warps": shape.pop("num_warps")}
             arguments = inputs | _each(f"*{kind}:16", "d_normed d_hidden") | shape
             arguments |= _each("*fp32:16", "d_merged d_residual sums")

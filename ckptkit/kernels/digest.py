@@ -113,6 +113,7 @@ def whole_leaf_digests(leaves: torch.Tensor) -> torch.Tensor:
         uint8 [leaves, 16].
     """
     count, nbytes = leaves.shape
+    leaves = leaves if leaves.data_ptr() % 8 == 0 else leaves.clone()
     words = leaves.view(torch.int64).view(count, -1, 16, 8)
     table = constants(leaves.device)
     keys = torch.stack([table[n : n + 8] for n in range(16)])

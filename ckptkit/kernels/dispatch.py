@@ -13,10 +13,12 @@ Triton also serves CPU tensors, slowly: that is for tests. HIP forms run only wh
 import os
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from ckptkit.errors import UsageError
-from ckptkit.kernels._triton import INSTALLED
+
+INSTALLED: bool = find_spec("triton") is not None  # found, not loaded: that takes longer than most commands
 
 _HERE = "ckptkit.kernels."
 _FORMS: dict[str, dict[str, str]] = {

@@ -23,7 +23,6 @@ from ckptkit.kernels.rmsnorm import EPS, Vectors
 
 SOURCES = ("digest", "rmsnorm")
 _LEAF_THREADS = 256
-_ROW_THREADS = 512
 _LANES = 16  # lanes that share a leaf, unless there are many leaves; docs/kernels.md has the measurements
 
 
@@ -153,20 +152,21 @@ def leaf_digests(
     return out
 
 
-def _rms_kernel(way: str, hidden: torch.Tensor, vectors: Vectors) -> tuple[str, torch.Tensor, int]:
-    """The kernel's name, the five vectors as fp32 [5, D], and how many blocks may run."""
+def _rms_kernel(way: str, hidden: torch.Tensor, vectors: Vectors) -> tuple[str, torch.Tensor, int, int]:
+    """The kernel's name, the five vectors as fp32 [5, D], how many blocks may run, and threads of a block."""
     d = hidden.shape[1]
-    passes = -(-d // 2048)
+    threads = 256 if d <= 2048 else 512
     kind = {torch.bfloat16: "bf16", torch.float32: "fp32"}.get(hidden.dtype)
-    if kind is None or d % 4 or passes > 2:
+    if kind is None or d % 4 or d > 4096:
         raise UsageError(
             f"the HIP form of rmsnorm_residual takes bf16 or fp32 rows of at most 4096 values, a multiple of 4; "
             f"not {hidden.dtype} rows of {d}: the triton and torch forms take them"
         )
     table = torch.stack([getattr(vectors, name).float() for name in Vectors.__dataclass_fields__])
     processors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
-    per_processor = 16 if way == "forward" else 2
-    return f"rmsnorm_{way}_{kind}_{passes}", table, min(hidden.shape[0], processors * per_processor)
+    per_processor = 32 if way == "forward" else 1
+    blocks = min(hidden.shape[0], processors * per_processor)
+    return f"rmsnorm_{way}_{kind}_{threads}", table, blocks, threads
 
 
 def rmsnorm_residual_forward(
@@ -174,15 +174,13 @@ def rmsnorm_residual_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `ckptkit.kernels.rmsnorm.forward_torch`."""
     n, d = hidden.shape
-    symbol, table, blocks = _rms_kernel("forward", hidden, vectors)
+    symbol, table, blocks, threads = _rms_kernel("forward", hidden, vectors)
     merged, normed = torch.empty_like(residual), torch.empty_like(hidden)
     rstd = torch.empty(n, dtype=torch.float32, device=hidden.device)
     sizes = ctypes.c_uint32(n), ctypes.c_uint32(d), ctypes.c_float(eps), ctypes.c_uint32(blocks)
     outputs = (merged, normed, rstd)
     if n:
-        launch(
-            "rmsnorm", symbol, hidden.device, blocks, _ROW_THREADS, hidden, residual, table, *outputs, *sizes
-        )
+        launch("rmsnorm", symbol, hidden.device, blocks, threads, hidden, residual, table, *outputs, *sizes)
     return outputs
 
 
@@ -196,7 +194,7 @@ def rmsnorm_residual_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `ckptkit.kernels.rmsnorm.backward_torch`."""
     n, d = hidden.shape
-    symbol, table, blocks = _rms_kernel("backward", hidden, vectors)
+    symbol, table, blocks, threads = _rms_kernel("backward", hidden, vectors)
     d_hidden, d_residual = torch.empty_like(hidden), torch.empty_like(residual)
     sums = torch.empty(blocks, 4, d, dtype=torch.float32, device=hidden.device)
     out = torch.empty(5, d, dtype=torch.float32, device=hidden.device)
@@ -205,6 +203,6 @@ def rmsnorm_residual_backward(
     outputs = (d_hidden, d_residual, sums)
     if n:
         sizes = (rows, columns, count)
-        launch("rmsnorm", symbol, hidden.device, blocks, _ROW_THREADS, *inputs, *outputs, *sizes)
+        launch("rmsnorm", symbol, hidden.device, blocks, threads, *inputs, *outputs, *sizes)
     launch("rmsnorm", "rmsnorm_reduce", hidden.device, -(-d // 64), 64, sums, table, out, count, columns)
     return d_hidden, d_residual, out

@@ -233,9 +233,6 @@ class Operand:
         return self._made[rows, columns]
 
 
-_COMPILED: dict[Any, Any] = {}
-
-
 def symmetric(
     p: Operand,
     c: Operand | None,
@@ -281,32 +278,65 @@ def symmetric(
     kind = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[p.x.dtype]
     constants = {"ADD": add, "TAIL": tail, "KIND": kind, "BLOCK": block, "DEPTH": depth}
     constants |= {"HALF_DEPTH": half_depth, "PROGRAMS": programs}
-    grid = (min(programs, max(full, 4 * rest)), 1, 1)
-    # Small matrices take less time to multiply than Triton takes to see that nothing has changed since the last of ten
-    # launches a call. Here nothing can: sizes are multiples of the tile's and addresses torch's own.
-    key = (p.x.device, *constants.values(), *options.values())
-    if key in _COMPILED:
-        _COMPILED[key][grid](*arguments, *constants.values())
-    else:
-        extra = {name: options[name] for name in ("num_warps", "num_stages")}
-        _COMPILED[key] = symmetric_tma_kernel[grid](*arguments, **constants, **extra)
+    # With only a round of tiles there is little to hide behind, and narrow programs wait less.
+    warps = options["num_warps"] if full >= 2 * programs else 4
+    symmetric_tma_kernel[(min(programs, max(full, 4 * rest)),)](
+        *arguments, **constants, num_warps=warps, num_stages=options["num_stages"]
+    )
 
 
-def prepare(update: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
-    """`update` divided by its norms, wide, contiguous, [matrices, rows, columns] in `dtype`."""
+def prepare(update: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+    """Fills `out`, [matrices, rows, columns], with `update` divided by its norms, transposed where that is tall."""
     rows, columns = update.shape[-2:]
     u = update.reshape(-1, rows, columns).contiguous()
     chunks = 8
     parts = triton.cdiv(rows * columns, _NORM_CHUNK * chunks)
     sums = torch.empty(len(u), parts, dtype=torch.float32, device=u.device)
     norm_kernel[(parts, len(u))](u, sums, rows * columns, CHUNK=_NORM_CHUNK, CHUNKS=chunks, num_warps=8)
-    tall = rows > columns
-    out = u.new_empty(len(u), columns if tall else rows, rows if tall else columns, dtype=dtype)
     grid = (triton.cdiv(columns, _TILE), triton.cdiv(rows, _TILE), len(u))
-    width = triton.next_power_of_2(parts)
-    shape = {"TRANSPOSE": tall, "PARTS": width, "TILE": _TILE}
+    shape = {"TRANSPOSE": rows > columns, "PARTS": triton.next_power_of_2(parts), "TILE": _TILE}
     scale_kernel[grid](u, sums, out, rows, columns, parts, eps, **shape, num_warps=4)
-    return out
+
+
+class _Run:
+    """All steps on buffers of their own, recorded as a graph where that is worth its memory.
+
+    A step of a small matrix takes the device less time than its launches take the host. A recording keeps its four
+    buffers for as long as the process lives: 24 bytes an element of a square, up to 400 MB at the limit below.
+    """
+
+    LIMIT = 1 << 24  # elements; beyond, launches hide behind the products
+
+    def __init__(
+        self, shape: tuple[int, ...], like: torch.Tensor, steps: int, coefficients: tuple[float, float, float]
+    ) -> None:
+        stack, m, _ = shape
+        self.steps, self.coefficients = steps, coefficients
+        self.x, self.spare = (Operand(like.new_empty(shape)) for _ in range(2))
+        self.gram, self.square = (Operand(like.new_empty(stack, m, m)) for _ in range(2))
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def go(self) -> torch.Tensor:
+        """Does all steps on what `x` holds, and returns the buffer that has the result."""
+        a, b, c = self.coefficients
+        x, spare = self.x, self.spare
+        for _ in range(self.steps):
+            symmetric(x, None, self.gram, 1.0)
+            symmetric(self.gram, self.gram, self.square, c, b, a)
+            torch.bmm(self.square.x, x.x, out=spare.x)
+            x, spare = spare, x
+        return x.x
+
+    def record(self) -> None:
+        """Records `go`. What runs once before it compiles and allots whatever it needs."""
+        self.x.x.zero_()
+        self.go()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.result = self.go()
+
+
+_RECORDED: dict[Any, _Run] = {}
 
 
 def newton_schulz(
@@ -316,15 +346,34 @@ def newton_schulz(
     eps: float = EPS,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """See `ckptkit.kernels.newton_schulz.newton_schulz`."""
-    a, b, c = coefficients
-    x = Operand(prepare(update, eps, dtype))
-    spare = Operand(torch.empty_like(x.x))
-    stack, m, _ = x.x.shape
-    gram, square = (Operand(x.x.new_empty(stack, m, m)) for _ in range(2))
-    for _ in range(steps):
-        symmetric(x, None, gram, 1.0)
-        symmetric(gram, gram, square, c, b, a)
-        torch.bmm(square.x, x.x, out=spare.x)
-        x, spare = spare, x
-    return restore(x.x, update.shape)
+    """See `ckptkit.kernels.newton_schulz.newton_schulz`. Not for several threads of one stream at a time."""
+    rows, columns = update.shape[-2:]
+    like = torch.empty(0, dtype=dtype, device=update.device)
+    shape = (update.numel() // max(rows * columns, 1), min(rows, columns), max(rows, columns))
+    if not update.numel():
+        return like.new_empty(update.shape)
+    recording = (
+        update.is_cuda and update.numel() <= _Run.LIMIT and not torch.cuda.is_current_stream_capturing()
+    )
+    if not recording:
+        run = _Run(shape, like, steps, coefficients)
+        prepare(update, eps, run.x.x)
+        return restore(run.go(), update.shape)
+    key = (
+        torch.cuda.current_stream(update.device).cuda_stream,
+        update.device,
+        shape,
+        dtype,
+        steps,
+        coefficients,
+    )
+    if key not in _RECORDED:
+        with torch.cuda.device(update.device):
+            run = _Run(shape, like, steps, coefficients)
+            run.record()
+        _RECORDED[key] = run
+    run = _RECORDED[key]
+    prepare(update, eps, run.x.x)
+    assert run.graph is not None
+    run.graph.replay()
+    return restore(run.result.clone(), update.shape)

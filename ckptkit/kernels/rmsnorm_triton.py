@@ -10,10 +10,17 @@ import torch
 from ckptkit.kernels._triton import tl, triton
 from ckptkit.kernels.rmsnorm import EPS, Vectors
 
-# Programs per multiprocessor, and a program's shape; measured, see docs/kernels.md. VECTOR is how many neighbouring
-# values a thread takes: with 4 (16 bytes of fp32, 8 of bf16) all loads and stores agree and nothing is shuffled.
-FORWARD = {"PER_SM": 32, "ROWS": 4, "VECTOR": 4, "num_warps": 8}
-BACKWARD = {"PER_SM": 1, "ROWS": 2, "VECTOR": 4, "num_warps": 8}
+# By the width of rows: programs per multiprocessor and a program's shape; measured, see docs/kernels.md. VECTOR is how
+# many neighbouring values a thread takes: with 4 (16 bytes of fp32, 8 of bf16) all loads and stores agree and nothing is
+# shuffled.
+FORWARD = {
+    2048: {"PER_SM": 32, "ROWS": 4, "VECTOR": 4, "HOLD": 1, "num_warps": 8},
+    4096: {"PER_SM": 32, "ROWS": 4, "VECTOR": 4, "HOLD": 1, "num_warps": 16},
+}
+BACKWARD = {
+    2048: {"PER_SM": 1, "ROWS": 2, "VECTOR": 4, "HOLD": 1, "num_warps": 8},
+    4096: {"PER_SM": 1, "ROWS": 1, "VECTOR": 4, "HOLD": 0, "num_warps": 8},
+}
 
 
 @triton.jit
@@ -33,19 +40,27 @@ def forward_kernel(
     eps,
     D: tl.constexpr,
     VECTOR: tl.constexpr,
+    HOLD: tl.constexpr,  # vectors stay in registers; else they come from the cache for each tile
     ROWS: tl.constexpr,
 ):
     column = tl.max_contiguous(tl.arange(0, D), [VECTOR])
     inside = column < d
-    hs = tl.load(hidden_scale + column, mask=inside, other=0).to(tl.float32)
-    hb = tl.load(hidden_bias + column, mask=inside, other=0).to(tl.float32)
-    rs = tl.load(residual_scale + column, mask=inside, other=0).to(tl.float32)
-    rb = tl.load(residual_bias + column, mask=inside, other=0).to(tl.float32)
-    w = tl.load(weight + column, mask=inside, other=0).to(tl.float32)
+    if HOLD:
+        hs = tl.load(hidden_scale + column, mask=inside, other=0).to(tl.float32)
+        hb = tl.load(hidden_bias + column, mask=inside, other=0).to(tl.float32)
+        rs = tl.load(residual_scale + column, mask=inside, other=0).to(tl.float32)
+        rb = tl.load(residual_bias + column, mask=inside, other=0).to(tl.float32)
+        w = tl.load(weight + column, mask=inside, other=0).to(tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(n, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
         at = row[:, None].to(tl.int64) * d + column[None, :]
         here = (row < n)[:, None] & inside[None, :]
+        if not HOLD:
+            hs = tl.load(hidden_scale + column, mask=inside, other=0).to(tl.float32)
+            hb = tl.load(hidden_bias + column, mask=inside, other=0).to(tl.float32)
+            rs = tl.load(residual_scale + column, mask=inside, other=0).to(tl.float32)
+            rb = tl.load(residual_bias + column, mask=inside, other=0).to(tl.float32)
+            w = tl.load(weight + column, mask=inside, other=0).to(tl.float32)
         h = tl.load(hidden + at, mask=here, other=0).to(tl.float32)
         r = tl.load(residual + at, mask=here, other=0)
         total = (h + hb[None, :]) * hs[None, :] + (r + rb[None, :]) * rs[None, :]
@@ -76,15 +91,17 @@ def backward_kernel(
     d,
     D: tl.constexpr,
     VECTOR: tl.constexpr,
+    HOLD: tl.constexpr,  # vectors stay in registers; else they come from the cache for each tile
     ROWS: tl.constexpr,
 ):
     column = tl.max_contiguous(tl.arange(0, D), [VECTOR])
     inside = column < d
-    hs = tl.load(hidden_scale + column, mask=inside, other=0).to(tl.float32)
-    hb = tl.load(hidden_bias + column, mask=inside, other=0).to(tl.float32)
-    rs = tl.load(residual_scale + column, mask=inside, other=0).to(tl.float32)
-    rb = tl.load(residual_bias + column, mask=inside, other=0).to(tl.float32)
-    w = tl.load(weight + column, mask=inside, other=0).to(tl.float32)
+    if HOLD:
+        hs = tl.load(hidden_scale + column, mask=inside, other=0).to(tl.float32)
+        hb = tl.load(hidden_bias + column, mask=inside, other=0).to(tl.float32)
+        rs = tl.load(residual_scale + column, mask=inside, other=0).to(tl.float32)
+        rb = tl.load(residual_bias + column, mask=inside, other=0).to(tl.float32)
+        w = tl.load(weight + column, mask=inside, other=0).to(tl.float32)
     sum_g = tl.zeros([D], tl.float32)
     sum_gh = tl.zeros([D], tl.float32)
     sum_gr = tl.zeros([D], tl.float32)
@@ -116,6 +133,12 @@ def backward_kernel(
         next_dy = tl.load(d_normed + at, mask=here, other=0)
         next_g = tl.load(d_merged + at, mask=here, other=0)
         next_scale = tl.load(rstd + row, mask=row < n, other=0)
+        if not HOLD:
+            hs = tl.load(hidden_scale + column, mask=inside, other=0).to(tl.float32)
+            hb = tl.load(hidden_bias + column, mask=inside, other=0).to(tl.float32)
+            rs = tl.load(residual_scale + column, mask=inside, other=0).to(tl.float32)
+            rb = tl.load(residual_bias + column, mask=inside, other=0).to(tl.float32)
+            w = tl.load(weight + column, mask=inside, other=0).to(tl.float32)
         total = (h + hb[None, :]) * hs[None, :] + (r + rb[None, :]) * rs[None, :]
         x = total.to(hidden.dtype.element_ty).to(tl.float32) * scale
         sum_w += tl.sum(dy * x.to(hidden.dtype.element_ty).to(tl.float32), 0)
@@ -179,13 +202,12 @@ def _programs(device: torch.device, per_sm: int) -> int:
     return per_sm * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _shape(tuning: dict[str, int], d: int) -> dict[str, int]:
-    """Constants and options for rows of `d`; `tuning` is for rows of 2,048."""
-    rest = {name: value for name, value in tuning.items() if name != "PER_SM"}
+def shape_of(table: dict[int, dict[str, int]], d: int) -> dict[str, int]:
+    """The entry of `table` for rows of `d`, with D, their width rounded up; narrow rows take fewer warps."""
     width = triton.next_power_of_2(d)
-    warps = min(max(rest["num_warps"] * width // 2048, 1), 16)
-    rows = max(rest["ROWS"] * 2048 // max(width, 2048), 1)
-    return {**rest, "D": width, "ROWS": rows, "num_warps": warps}
+    limit = next((limit for limit in table if width <= limit), max(table))
+    entry = table[limit]
+    return {**entry, "D": width, "num_warps": max(entry["num_warps"] * min(width, limit) // limit, 1)}
 
 
 def forward(
@@ -193,13 +215,14 @@ def forward(
     residual: torch.Tensor,
     vectors: Vectors,
     eps: float = EPS,
-    tuning: dict[str, int] = FORWARD,
+    tuning: dict[int, dict[str, int]] = FORWARD,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `ckptkit.kernels.rmsnorm.forward_torch`."""
     n, d = hidden.shape
     merged, normed = torch.empty_like(residual), torch.empty_like(hidden)
     rstd = torch.empty(n, dtype=torch.float32, device=hidden.device)
-    v, programs = vectors, min(_programs(hidden.device, tuning["PER_SM"]), n)
+    v, shape = vectors, shape_of(tuning, d)
+    programs = min(_programs(hidden.device, shape.pop("PER_SM")), n)
     if n:
         forward_kernel[(programs,)](
             hidden,
@@ -215,7 +238,7 @@ def forward(
             n,
             d,
             eps,
-            **_shape(tuning, d),
+            **shape,
         )
     return merged, normed, rstd
 
@@ -227,12 +250,13 @@ def backward(
     residual: torch.Tensor,
     vectors: Vectors,
     rstd: torch.Tensor,
-    tuning: dict[str, int] = BACKWARD,
+    tuning: dict[int, dict[str, int]] = BACKWARD,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `ckptkit.kernels.rmsnorm.backward_torch`."""
     n, d = hidden.shape
     d_hidden, d_residual = torch.empty_like(hidden), torch.empty_like(residual)
-    v, programs = vectors, min(_programs(hidden.device, tuning["PER_SM"]), n)
+    v, shape = vectors, shape_of(tuning, d)
+    programs = min(_programs(hidden.device, shape.pop("PER_SM")), n)
     sums = torch.empty(programs, 4, d, dtype=torch.float32, device=hidden.device)
     out = torch.empty(5, d, dtype=torch.float32, device=hidden.device)
     if n:
@@ -252,7 +276,7 @@ def backward(
             sums,
             n,
             d,
-            **_shape(tuning, d),
+            **shape,
         )
     reduce_kernel[(triton.cdiv(d, 32),)](
         sums,

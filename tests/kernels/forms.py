@@ -5,7 +5,7 @@ import torch
 
 from ckptkit.errors import UsageError
 from ckptkit.kernels import dispatch, native
-from ckptkit.kernels._triton import INSTALLED
+from ckptkit.kernels.dispatch import INSTALLED
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"

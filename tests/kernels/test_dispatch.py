@@ -47,7 +47,7 @@ def test_every_module_imports_where_triton_is_absent() -> None:
         "sys.meta_path.insert(0, Block())\n"
         "names = [m.name for m in pkgutil.iter_modules(k.__path__, 'ckptkit.kernels.')]\n"
         "for name in names: importlib.import_module(name)\n"
-        "from ckptkit.kernels._triton import INSTALLED\n"
+        "from ckptkit.kernels.dispatch import INSTALLED\n"
         "print(len(names), INSTALLED)"
     )
 

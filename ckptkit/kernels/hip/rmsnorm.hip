@@ -1,9 +1,10 @@
 // Residual scaling and RMSNorm, forward and backward; the twin of ckptkit/kernels/rmsnorm_triton.py.
 //
-// 512 threads walk over rows, four neighbouring elements a thread and pass: 8 bytes of bf16, 16 of fp32. The five vectors (fp32 [5, d]: hidden scale and bias, residual scale and bias, weight) stay in registers.
+// THREADS threads walk over rows, four neighbouring elements a thread and pass: 8 bytes of bf16, 16 of fp32; two passes
+// make a row. The backward pass fetches its next rows while it works on these. The five vectors (fp32 [5, d]: hidden scale and bias, residual scale and bias, weight) stay in registers.
 #include "device.h"
 
-constexpr int THREADS = 512, VECTOR = 4;
+constexpr int PASSES = 2, VECTOR = 4;
 
 struct Bf16 {
   u16 bits;
@@ -48,171 +49,173 @@ static __device__ inline void store(Bf16* at, const float* value) {
 static __device__ inline float rounded(const float*, float x) { return x; }
 static __device__ inline float rounded(const Bf16*, float x) { return from_bf16(to_bf16(x)); }
 
-// Sum over the block, in a fixed order; every thread gets it. `room` alternates between two buffers so that one barrier does.
-static __device__ inline float block_sum(float value, float* room) {
-  for (u32 step = wave_width() / 2; step; step /= 2)
-    value += as_float(from_lane(as_bits(value), lane_id() ^ step, 0xffffffffu));
-  if (lane_id() == 0) room[thread_id() / wave_width()] = value;
+// Sums over the block, of ROWS values at once and in a fixed order; every thread gets them. `room` alternates between two
+// buffers, so that one barrier does.
+template <int THREADS, int ROWS>
+static __device__ inline void block_sum(float (&value)[ROWS], float (*room)[THREADS / 32]) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    for (u32 step = wave_width() / 2; step; step /= 2)
+      value[r] += as_float(from_lane(as_bits(value[r]), lane_id() ^ step, 0xffffffffu));
+    if (lane_id() == 0) room[r][thread_id() / wave_width()] = value[r];
+  }
   barrier();
-  float total = 0;
-  for (u32 i = 0; i < THREADS / wave_width(); ++i) total += room[i];
-  return total;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    value[r] = 0;
+    for (u32 i = 0; i < THREADS / wave_width(); ++i) value[r] += room[r][i];
+  }
 }
 
-template <typename T, int PASSES>
+// Column of a thread's values in a pass.
+template <int THREADS>
+static __device__ inline u32 column_of(int pass) { return (pass * THREADS + thread_id()) * VECTOR; }
+
+#define EACH(r, p)                     \
+  _Pragma("unroll") for (int r = 0; r < ROWS; ++r) _Pragma("unroll") for (int p = 0; p < PASSES; ++p) \
+      if (row + r < n && column_of<THREADS>(p) < d)
+
+template <typename T, int THREADS, int ROWS>
 static __device__ inline void forward(const T* hidden, const float* residual, const float* vectors, float* merged, T* normed,
                                       float* rstd, u32 n, u32 d, float eps, u32 blocks) {
-  __shared__ float room[2][THREADS / 32];
+  __shared__ float room[2][ROWS][THREADS / 32];
   float v[5][PASSES][VECTOR];
 #pragma unroll
-  for (int p = 0; p < PASSES; ++p) {
-    const u32 column = (p * THREADS + thread_id()) * VECTOR;
-    if (column < d)
+  for (int p = 0; p < PASSES; ++p)
+    if (column_of<THREADS>(p) < d)
 #pragma unroll
-      for (int k = 0; k < 5; ++k) unpack(fetch(vectors + k * d + column), v[k][p]);
-  }
+      for (int k = 0; k < 5; ++k) unpack(fetch(vectors + k * d + column_of<THREADS>(p)), v[k][p]);
   u32 side = 0;
-  for (u32 row = block_id(); row < n; row += blocks, side ^= 1) {
-    float x[PASSES][VECTOR], h[PASSES][VECTOR], square = 0;
-#pragma unroll
-    for (int p = 0; p < PASSES; ++p) {
-      const u32 column = (p * THREADS + thread_id()) * VECTOR;
-      if (column >= d) continue;
-      unpack(fetch(hidden + (u64)row * d + column), h[p]);
-      unpack(fetch(residual + (u64)row * d + column), x[p]);
+  for (u32 row = block_id() * ROWS; row < n; row += blocks * ROWS, side ^= 1) {
+    Four<T> raw_h[ROWS][PASSES];
+    Four<float> raw_r[ROWS][PASSES];
+    EACH(r, p) {
+      raw_h[r][p] = fetch(hidden + (u64)(row + r) * d + column_of<THREADS>(p));
+      raw_r[r][p] = fetch(residual + (u64)(row + r) * d + column_of<THREADS>(p));
     }
+    float x[ROWS][PASSES][VECTOR], square[ROWS] = {};
+    EACH(r, p) {
+      float h[VECTOR];
+      unpack(raw_h[r][p], h);
+      unpack(raw_r[r][p], x[r][p]);
 #pragma unroll
-    for (int p = 0; p < PASSES; ++p) {
-      const u32 column = (p * THREADS + thread_id()) * VECTOR;
-      if (column >= d) continue;
-      const u64 at = (u64)row * d + column;
-#pragma unroll
-      for (int i = 0; i < VECTOR; ++i) x[p][i] = (h[p][i] + v[1][p][i]) * v[0][p][i] + (x[p][i] + v[3][p][i]) * v[2][p][i];
-      store(merged + at, x[p]);
+      for (int i = 0; i < VECTOR; ++i)
+        x[r][p][i] = (h[i] + v[1][p][i]) * v[0][p][i] + (x[r][p][i] + v[3][p][i]) * v[2][p][i];
+      store(merged + (u64)(row + r) * d + column_of<THREADS>(p), x[r][p]);
 #pragma unroll
       for (int i = 0; i < VECTOR; ++i) {
-        x[p][i] = rounded(hidden, x[p][i]);
-        square += x[p][i] * x[p][i];
+        x[r][p][i] = rounded(hidden, x[r][p][i]);
+        square[r] += x[r][p][i] * x[r][p][i];
       }
     }
-    const float scale = inverse_sqrt(block_sum(square, room[side]) / d + eps);
-    if (thread_id() == 0) rstd[row] = scale;
+    block_sum<THREADS, ROWS>(square, room[side]);
 #pragma unroll
-    for (int p = 0; p < PASSES; ++p) {
-      const u32 column = (p * THREADS + thread_id()) * VECTOR;
-      if (column >= d) continue;
+    for (int r = 0; r < ROWS; ++r) {
+      square[r] = inverse_sqrt(square[r] / d + eps);
+      if (thread_id() == 0 && row + r < n) rstd[row + r] = square[r];
+    }
+    EACH(r, p) {
 #pragma unroll
-      for (int i = 0; i < VECTOR; ++i) x[p][i] = v[4][p][i] * rounded(hidden, x[p][i] * scale);
-      store(normed + (u64)row * d + column, x[p]);
+      for (int i = 0; i < VECTOR; ++i) x[r][p][i] = v[4][p][i] * rounded(hidden, x[r][p][i] * square[r]);
+      store(normed + (u64)(row + r) * d + column_of<THREADS>(p), x[r][p]);
     }
   }
 }
 
 // Every block leaves its sums of g, g * hidden, g * residual and d_normed * x, for g = d(stream), in sums[block].
-template <typename T, int PASSES>
+template <typename T, int THREADS, int ROWS>
 static __device__ inline void backward(const float* d_merged, const T* d_normed, const T* hidden, const float* residual,
                                        const float* vectors, const float* rstd, T* d_hidden, float* d_residual, float* sums,
                                        u32 n, u32 d, u32 blocks) {
-  __shared__ float room[2][THREADS / 32];
-  float v[5][PASSES][VECTOR], s[4][PASSES][VECTOR];
+  __shared__ float room[2][ROWS][THREADS / 32];
+  float v[5][PASSES][VECTOR], s[4][PASSES][VECTOR] = {};
 #pragma unroll
-  for (int p = 0; p < PASSES; ++p) {
-    const u32 column = (p * THREADS + thread_id()) * VECTOR;
+  for (int p = 0; p < PASSES; ++p)
+    if (column_of<THREADS>(p) < d)
 #pragma unroll
-    for (int i = 0; i < VECTOR; ++i) s[0][p][i] = s[1][p][i] = s[2][p][i] = s[3][p][i] = 0;
-    if (column < d)
+      for (int k = 0; k < 5; ++k) unpack(fetch(vectors + k * d + column_of<THREADS>(p)), v[k][p]);
+  Four<T> next_h[ROWS][PASSES], next_dy[ROWS][PASSES];
+  Four<float> next_r[ROWS][PASSES], next_g[ROWS][PASSES];
+  float next_scale[ROWS] = {};
+  auto fetch_rows = [&](u32 row) {
 #pragma unroll
-      for (int k = 0; k < 5; ++k) unpack(fetch(vectors + k * d + column), v[k][p]);
-  }
-  Four<T> next_h[PASSES], next_dy[PASSES];
-  Four<float> next_r[PASSES], next_g[PASSES];
-  float next_scale = 0;
-  auto fetch_row = [&](u32 row) {
-    if (row < n) next_scale = rstd[row];
-#pragma unroll
-    for (int p = 0; p < PASSES; ++p) {
-      const u32 column = (p * THREADS + thread_id()) * VECTOR;
-      if (column >= d || row >= n) continue;
-      const u64 at = (u64)row * d + column;
-      next_h[p] = fetch(hidden + at);
-      next_r[p] = fetch(residual + at);
-      next_dy[p] = fetch(d_normed + at);
-      next_g[p] = fetch(d_merged + at);
+    for (int r = 0; r < ROWS; ++r)
+      if (row + r < n) next_scale[r] = rstd[row + r];
+    EACH(r, p) {
+      const u64 at = (u64)(row + r) * d + column_of<THREADS>(p);
+      next_h[r][p] = fetch(hidden + at);
+      next_r[r][p] = fetch(residual + at);
+      next_dy[r][p] = fetch(d_normed + at);
+      next_g[r][p] = fetch(d_merged + at);
     }
   };
   u32 side = 0;
-  fetch_row(block_id());
-  for (u32 row = block_id(); row < n; row += blocks, side ^= 1) {
-    float h[PASSES][VECTOR], r[PASSES][VECTOR], g[PASSES][VECTOR], dy[PASSES][VECTOR], dot = 0;
-    const float scale = next_scale;
+  fetch_rows(block_id() * ROWS);
+  for (u32 row = block_id() * ROWS; row < n; row += blocks * ROWS, side ^= 1) {
+    float h[ROWS][PASSES][VECTOR], rs[ROWS][PASSES][VECTOR], g[ROWS][PASSES][VECTOR], dy[ROWS][PASSES][VECTOR];
+    float scale[ROWS], mean[ROWS] = {};
 #pragma unroll
-    for (int p = 0; p < PASSES; ++p) {
-      unpack(next_h[p], h[p]);
-      unpack(next_r[p], r[p]);
-      unpack(next_dy[p], dy[p]);
-      unpack(next_g[p], g[p]);
+    for (int r = 0; r < ROWS; ++r) scale[r] = next_scale[r];
+    EACH(r, p) {
+      unpack(next_h[r][p], h[r][p]);
+      unpack(next_r[r][p], rs[r][p]);
+      unpack(next_dy[r][p], dy[r][p]);
+      unpack(next_g[r][p], g[r][p]);
     }
-    fetch_row(row + blocks);  // under way while this row is worked on
-#pragma unroll
-    for (int p = 0; p < PASSES; ++p) {
-      const u32 column = (p * THREADS + thread_id()) * VECTOR;
-      if (column >= d) continue;
+    fetch_rows(row + blocks * ROWS);  // under way while these rows are worked on
+    EACH(r, p) {
 #pragma unroll
       for (int i = 0; i < VECTOR; ++i) {
-        const float total = (h[p][i] + v[1][p][i]) * v[0][p][i] + (r[p][i] + v[3][p][i]) * v[2][p][i];
-        const float x = rounded(hidden, total) * scale;
-        s[3][p][i] += dy[p][i] * rounded(hidden, x);
-        dot += dy[p][i] * v[4][p][i] * x;
+        const float total = (h[r][p][i] + v[1][p][i]) * v[0][p][i] + (rs[r][p][i] + v[3][p][i]) * v[2][p][i];
+        const float x = rounded(hidden, total) * scale[r];
+        s[3][p][i] += dy[r][p][i] * rounded(hidden, x);
+        mean[r] += dy[r][p][i] * v[4][p][i] * x;
       }
     }
-    const float mean = block_sum(dot, room[side]) / d;
-#pragma unroll
-    for (int p = 0; p < PASSES; ++p) {
-      const u32 column = (p * THREADS + thread_id()) * VECTOR;
-      if (column >= d) continue;
-      const u64 at = (u64)row * d + column;
+    block_sum<THREADS, ROWS>(mean, room[side]);
+    EACH(r, p) {
       float out[VECTOR];
 #pragma unroll
       for (int i = 0; i < VECTOR; ++i) {
-        const float total = (h[p][i] + v[1][p][i]) * v[0][p][i] + (r[p][i] + v[3][p][i]) * v[2][p][i];
-        const float x = rounded(hidden, total) * scale;
-        g[p][i] += scale * (dy[p][i] * v[4][p][i] - x * mean);
-        s[0][p][i] += g[p][i];
-        s[1][p][i] += g[p][i] * h[p][i];
-        s[2][p][i] += g[p][i] * r[p][i];
-        out[i] = g[p][i] * v[0][p][i];
-        g[p][i] *= v[2][p][i];
+        const float total = (h[r][p][i] + v[1][p][i]) * v[0][p][i] + (rs[r][p][i] + v[3][p][i]) * v[2][p][i];
+        const float x = rounded(hidden, total) * scale[r];
+        g[r][p][i] += scale[r] * (dy[r][p][i] * v[4][p][i] - x * (mean[r] / d));
+        s[0][p][i] += g[r][p][i];
+        s[1][p][i] += g[r][p][i] * h[r][p][i];
+        s[2][p][i] += g[r][p][i] * rs[r][p][i];
+        out[i] = g[r][p][i] * v[0][p][i];
+        g[r][p][i] *= v[2][p][i];
       }
-      store(d_hidden + at, out);
-      store(d_residual + at, g[p]);
+      store(d_hidden + (u64)(row + r) * d + column_of<THREADS>(p), out);
+      store(d_residual + (u64)(row + r) * d + column_of<THREADS>(p), g[r][p]);
     }
   }
 #pragma unroll
-  for (int p = 0; p < PASSES; ++p) {
-    const u32 column = (p * THREADS + thread_id()) * VECTOR;
-    if (column >= d) continue;
+  for (int p = 0; p < PASSES; ++p)
+    if (column_of<THREADS>(p) < d)
 #pragma unroll
-    for (int k = 0; k < 4; ++k) store(sums + ((u64)block_id() * 4 + k) * d + column, s[k][p]);
-  }
+      for (int k = 0; k < 4; ++k) store(sums + ((u64)block_id() * 4 + k) * d + column_of<THREADS>(p), s[k][p]);
 }
 
-#define KERNELS(T, NAME, PASSES)                                                                                            \
+// For rows of up to 2 * 4 * THREADS values.
+#define KERNELS(T, NAME, THREADS, ROWS)                                                                                     \
   extern "C" __global__ __attribute__((used)) void __launch_bounds__(THREADS)                                               \
-      rmsnorm_forward_##NAME##_##PASSES(const T* hidden, const float* residual, const float* vectors, float* merged,        \
-                                        T* normed, float* rstd, u32 n, u32 d, float eps, u32 blocks) {                      \
-    forward<T, PASSES>(hidden, residual, vectors, merged, normed, rstd, n, d, eps, blocks);                                 \
+      rmsnorm_forward_##NAME##_##THREADS(const T* hidden, const float* residual, const float* vectors, float* merged,       \
+                                         T* normed, float* rstd, u32 n, u32 d, float eps, u32 blocks) {                     \
+    forward<T, THREADS, ROWS>(hidden, residual, vectors, merged, normed, rstd, n, d, eps, blocks);                          \
   }                                                                                                                         \
   extern "C" __global__ __attribute__((used)) void __launch_bounds__(THREADS)                                               \
-      rmsnorm_backward_##NAME##_##PASSES(const float* d_merged, const T* d_normed, const T* hidden, const float* residual,  \
-                                         const float* vectors, const float* rstd, T* d_hidden, float* d_residual,           \
-                                         float* sums, u32 n, u32 d, u32 blocks) {                                           \
-    backward<T, PASSES>(d_merged, d_normed, hidden, residual, vectors, rstd, d_hidden, d_residual, sums, n, d, blocks);     \
+      rmsnorm_backward_##NAME##_##THREADS(const float* d_merged, const T* d_normed, const T* hidden, const float* residual, \
+                                          const float* vectors, const float* rstd, T* d_hidden, float* d_residual,          \
+                                          float* sums, u32 n, u32 d, u32 blocks) {                                          \
+    backward<T, THREADS, ROWS>(d_merged, d_normed, hidden, residual, vectors, rstd, d_hidden, d_residual, sums, n, d,       \
+                               blocks);                                                                                     \
   }
 
-KERNELS(Bf16, bf16, 1)
-KERNELS(Bf16, bf16, 2)
-KERNELS(float, fp32, 1)
-KERNELS(float, fp32, 2)
+KERNELS(Bf16, bf16, 256, 2)
+KERNELS(Bf16, bf16, 512, 1)
+KERNELS(float, fp32, 256, 2)
+KERNELS(float, fp32, 512, 1)
 
 // Adds the blocks' sums, in their order: gradients of the five vectors, fp32 [5, d]. One thread a column.
 extern "C" __global__ __attribute__((used)) void __launch_bounds__(64)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from ckptkit.core.catalog import Catalog
 from ckptkit.core.layouts import Layout
@@ -231,14 +231,22 @@ def test_muon_keeps_its_momentum(tmp_path: Path) -> None:
     before = bits(state["state"]["weight"]["momentum_buffer"])
 
     found = rewrite(tmp_path / "a", tmp_path / "b", "dp=2,zero=3")
-    again: Any = get_optimizer_state_dict(model, optimizer)
-    dcp_jobs.spoil(again)
-    wanted = {"model": model.state_dict(), "optimizer": again}
+    copy = torch.nn.Linear(4, 3, bias=False)
+    other = torch.optim.Muon(copy.parameters(), lr=9.0)
+    wanted: Any = {"model": copy.state_dict(), "optimizer": get_optimizer_state_dict(copy, other)}
+    dcp_jobs.spoil(wanted)
     dcp.load(wanted, checkpoint_id=tmp_path / "b")
+    set_optimizer_state_dict(copy, other, wanted["optimizer"])
 
     assert found.extras.common["groups"][0]["kind"] == "muon"
     assert before == gather(tmp_path / "a", found)["weight", "momentum"].tobytes()
-    assert bits(wanted["optimizer"]["state"]["weight"]["momentum_buffer"]) == before
+    assert bits(other.state[copy.weight]["momentum_buffer"]) == before
+    # The next update from what was loaded is the next update of the original.
+    for net, update in ((model, optimizer), (copy, other)):
+        update.zero_grad()
+        net(torch.arange(8.0).reshape(2, 4)).square().sum().backward()
+        update.step()
+    assert bits(copy.weight) == bits(model.weight)
 
 
 class _Evil:

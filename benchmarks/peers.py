@@ -1,0 +1,179 @@
+"""Our conversions beside those of the libraries that own the formats: times as ratios to `cp -r` of the same output.
+
+    python benchmarks/peers.py PATH                    7 GB, every job, two runs each
+    python benchmarks/peers.py /dev/shm/x --gb 1.4
+
+Each job makes its source once, then `cp -r` of the output, the peer and ckptkit take turns, each a process of its own with its
+imports, and `sync` after it where PATH is on a disk. Peaks are resident memory of the process. Jobs:
+
+    dcp         PyTorch DCP, dp=4,zero=3 to one rank: `dcp.load` into a whole state and `dcp.save`, against `reshard --to dcp`
+    dcp-torch   PyTorch DCP to one file: `dcp_to_torch_save`, against `reshard --to torch`
+
+Targets: at most 1.0 of `cp -r` on a disk and 1.5 in memory, and a fifteenth of the peer's memory.
+"""
+
+import argparse
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+PER_LAYER, BASE = 0.8138, 0.9396
+"""GB of a Llama of the settings below, with master weights and moments: BASE + layers * PER_LAYER."""
+
+SETTINGS = {
+    "vocab_size": 16384, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 128,
+}  # fmt: skip
+
+
+def dcp_again(source: str, target: str) -> None:
+    """What a user of torch does to write a checkpoint of many ranks anew: load all of it, save all of it."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    metadata = dcp.FileSystemReader(source).read_metadata()
+    state: dict = {}
+    for key, what in metadata.state_dict_metadata.items():
+        if isinstance(what, TensorStorageMetadata):
+            state[key] = torch.empty(what.size, dtype=what.properties.dtype)
+        else:
+            state[key] = None
+    dcp.load(state, checkpoint_id=source)
+    dcp.save(state, checkpoint_id=target)
+
+
+def dcp_file(source: str, target: str) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    os.makedirs(target)
+    dcp_to_torch_save(source, os.path.join(target, "checkpoint.pt"))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One conversion: how its source is written, the peer's function, and ours as options of `ckptkit.reshard`."""
+
+    source: dict[str, str]
+    peer: Callable[[str, str], None]
+    ours: dict[str, str]
+
+
+JOBS = {
+    "dcp": Job({"to": "dcp", "layout": "dp=4,zero=3"}, dcp_again, {"to": "dcp", "layout": "tp=1"}),
+    "dcp-torch": Job({"to": "dcp", "layout": "dp=4,zero=3"}, dcp_file, {"to": "torch"}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", help="a folder on the file system to measure; made if it is missing")
+    parser.add_argument("--gb", type=float, default=7.0)
+    parser.add_argument("--job", choices=[*JOBS, "all"], default="all")
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--side", choices=["peer", "ours"], help=argparse.SUPPRESS)
+    parser.add_argument("--folders", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.side:
+        return side(JOBS[options.job], options.side, *options.folders)
+    from ckptkit.engine.executor import usable_cpus
+    from ckptkit.stores.system import MEMORY_FILE_SYSTEMS, file_system
+
+    root = Path(options.path).absolute() / "ckptkit-peers"
+    root.mkdir(parents=True, exist_ok=True)
+    kind = file_system(str(root))
+    print(f"{root}: {kind}; {usable_cpus()} CPUs, load {os.getloadavg()[0]:.1f}")
+    try:
+        for name in JOBS if options.job == "all" else [options.job]:
+            measure(name, root, kind in MEMORY_FILE_SYSTEMS, options.gb, options.runs)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def measure(name: str, root: Path, in_memory: bool, gb: float, runs: int) -> None:
+    """Let cp, the peer and ckptkit take turns on one job."""
+    job = JOBS[name]
+    source = root / "-".join(job.source.values()).replace(",", "-")
+    if not source.exists():
+        make(source, job.source, max(1, round((gb - BASE) / PER_LAYER)))
+    times: dict[str, list[float]] = {"cp": [], "peer": [], "ours": []}
+    peaks: dict[str, float] = {}
+    for _ in range(runs):
+        for who in ("ours", "peer", "cp"):
+            target = root / f"out-{who}"
+            shutil.rmtree(target, ignore_errors=True)
+            # `cp` copies what we wrote just before, so that all three write as many bytes.
+            command = ["cp", "-r", str(root / "out-ours"), str(target)]
+            if who != "cp":
+                command = [
+                    sys.executable,
+                    __file__,
+                    str(root),
+                    "--job",
+                    name,
+                    "--side",
+                    who,
+                    "--folders",
+                    str(source),
+                    str(target),
+                ]
+            began = time.monotonic()
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            if not in_memory:
+                subprocess.run(["sync"], check=True)
+            times[who].append(time.monotonic() - began)
+            if who != "cp":
+                peaks[who] = float(done.stdout.split()[-1])
+        for who in times:
+            shutil.rmtree(root / f"out-{who}", ignore_errors=True)
+        print(
+            f"  {name}: " + ", ".join(f"{who} {spent[-1]:.1f} s" for who, spent in times.items()), flush=True
+        )
+    nbytes = sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
+    cp = statistics.median(times["cp"])
+    ratio = {who: statistics.median(times[who]) / cp for who in ("ours", "peer")}
+    print(
+        f"{name}: {nbytes / 1e9:.2f} GB, cp {nbytes / cp / 1e9:.2f} GB/s; ours {ratio['ours']:.2f}, peer {ratio['peer']:.2f} of cp -r; "
+        f"peak {peaks['ours']:.0f} MB against {peaks['peer']:.0f} MB ({peaks['peer'] / peaks['ours']:.0f}x)"
+    )
+
+
+def make(source: Path, options: dict[str, str], layers: int) -> None:
+    """A Llama with random values, as the job's source."""
+    import ckptkit
+
+    native = source.with_name("native")
+    layout = options.get("layout", "tp=1")
+    ckptkit.synth(
+        str(native),
+        model="llama",
+        settings={**SETTINGS, "num_hidden_layers": layers},
+        optimizer="adamw",
+        layout=layout,
+    )
+    ckptkit.reshard(str(native), str(source), **options)
+    shutil.rmtree(native)
+
+
+def side(job: Job, who: str, source: str, target: str) -> None:
+    """Run one side in this process, and print its peak memory in MB."""
+    if who == "peer":
+        job.peer(source, target)
+    else:
+        import ckptkit
+
+        ckptkit.reshard(source, target, **job.ours)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+if __name__ == "__main__":
+    main()

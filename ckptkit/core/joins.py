@@ -60,7 +60,7 @@ def overlaps(left: BoxSet, right: BoxSet, block: int = BLOCK, many: int = MANY) 
     crowded = (second >= 0) & (candidates > many * count)
     if crowded.any():
         i, j = np.flatnonzero(crowded[left.key]), np.flatnonzero(crowded[right.key])
-        parts = np.minimum(candidates // count, count)
+        parts = np.minimum(candidates // np.maximum(count, 1), count)
         for a, b in _by_slabs(left.take(i), right.take(j), second, parts, block):
             yield i[a], j[b]
         i, j = np.flatnonzero(~crowded[left.key]), np.flatnonzero(~crowded[right.key])

@@ -38,11 +38,13 @@ def found(
 
 @st.composite
 def sets(draw: st.DrawFn) -> tuple[BoxSet, BoxSet]:
-    """Two sets of boxes on one small grid, with equal boxes and many keys, shifted to a place that may be far away."""
+    """Two sets of boxes on one small grid, with equal boxes and many keys; the grid may be wide or far away."""
     width = draw(st.integers(0, 3))
-    far = draw(st.sampled_from([0, 0, (1 << 31) - 7, 1 << 33, (1 << 57)])) if width else 0
+    scale, far = draw(
+        st.sampled_from([(1, 0), (1, 0), (1 << 28, 0), (1, (1 << 31) - 7), (1 << 33, 0), (1, 1 << 57)])
+    )
     edge = st.tuples(st.integers(0, 5), st.integers(1, 5)).map(
-        lambda e: (e[0] + far, min(e[0] + e[1], 6) + far)
+        lambda e: (e[0] * scale + far, min(e[0] + e[1], 6) * scale + far)
     )
     row = st.tuples(
         st.integers(0, draw(st.sampled_from([0, 2, 40]))), st.lists(edge, min_size=width, max_size=width)
@@ -51,7 +53,7 @@ def sets(draw: st.DrawFn) -> tuple[BoxSet, BoxSet]:
         [(key, [lo for lo, _ in box], [hi for _, hi in box]) for key, box in draw(st.lists(row, max_size=12))]
         for _ in range(2)
     ]
-    box_type = np.int32 if far < 1 << 31 else np.int64
+    box_type = np.int32 if 6 * scale + far < 1 << 31 else np.int64
     left, right = (box_set(side, width, box_type) for side in sides)
     return left, right
 

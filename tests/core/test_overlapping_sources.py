@@ -109,6 +109,35 @@ def test_overlapping_pieces_give_a_disjoint_cover(data: st.DataObject) -> None:
         assert np.all(entry_bytes(source, compared, number)[spare]), "a replica that nobody compares"
 
 
+@given(st.data())
+def test_overlapping_runs_of_one_stored_tensor_give_a_disjoint_cover(data: st.DataObject) -> None:
+    """As above, where entries are runs of one local tensor that overlap or repeat."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    size = int(np.prod(shape))
+    edges = sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=4))})
+    spare = data.draw(st.lists(st.tuples(st.integers(0, size), st.integers(0, size)), max_size=4))
+    runs = data.draw(st.permutations([*pairwise(edges), *((min(r), max(r)) for r in spare)]))
+    whole = ((0,) * len(shape), shape)
+    source, destination = of_boxes(shape, [whole], [0]), of_boxes(shape, [whole], [0])
+    count = len(runs)
+    source.entries = Entries(
+        [k % 4 for k in range(count)], [0] * count, [0] * count, [I16.code] * count,
+        [first for first, _ in runs], [last for _, last in runs],
+    )  # fmt: skip
+
+    plan = make_plan(source, destination)
+
+    owner = np.full(shape, -1)
+    kept = plan.source_pieces
+    for k in range(len(kept)):
+        box = tuple(slice(a, b) for a, b in zip(kept.lo[k], kept.hi[k], strict=True))
+        assert np.all(owner[box] == -1), "kept pieces are disjoint"
+        owner[box] = kept.entry[k]
+    expected = [next(k for k, (a, b) in enumerate(runs) if a <= element < b) for element in range(size)]
+    assert owner.reshape(-1).tolist() == expected, "the first entry wins"
+    assert plan.elements == size
+
+
 def test_pieces_that_leave_elements_out_are_no_cover_however_many_they_are() -> None:
     """Coverage counts elements, not volumes: two copies of one half do not make a whole."""
     half = ((0, 0), (4, 2))

@@ -3,6 +3,9 @@
 import os
 import pickle
 import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -394,3 +397,52 @@ def test_other_families_names_are_written_and_recognised(format: Format, family:
     found = format.read(LocalStore(tmp_path), ReadOptions(model=TOY, config=toy().config))
     assert found.names == family
     same(gather(tmp_path, found), truth.values)
+
+
+def test_metadata_of_older_torch_is_read(samples: Path, tmp_path: Path) -> None:
+    """Without version, ids, paths and hints, and with properties from their former module, it says the same."""
+    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as Former
+
+    shutil.copytree(samples / "nested", tmp_path / "old")
+    metadata = pickle.loads((samples / "nested" / ".metadata").read_bytes())
+    for what in metadata.state_dict_metadata.values():
+        if hasattr(what, "properties"):
+            what.properties = Former(dtype=what.properties.dtype)
+    metadata.storage_data = {
+        replace(index, index=None): info for index, info in metadata.storage_data.items()
+    }
+    metadata.planner_data = None
+    for name in ("storage_meta", "version"):
+        metadata.__dict__.pop(name, None)
+    (tmp_path / "old" / ".metadata").write_bytes(pickle.dumps(metadata, protocol=2))
+
+    found = read(tmp_path / "old")
+
+    assert b"sharded_tensor.metadata" in (tmp_path / "old" / ".metadata").read_bytes()
+    same(gather(tmp_path / "old", found), gather(samples / "nested", read(samples / "nested")))
+    assert found.extras.common["groups"] == read(samples / "nested").extras.common["groups"]
+
+
+def test_neither_reading_nor_writing_imports_torch(samples: Path, tmp_path: Path) -> None:
+    """Checkpoints of torch are handled where torch is not installed."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from pathlib import Path; from ckptkit.formats.dcp import DcpFormat; from ckptkit.formats.torch_file import TorchFormat\n"
+        "from ckptkit.formats.reference import Truth, gather, write; from ckptkit.core.schema import StoredNames\n"
+        "from ckptkit.stores.local import LocalStore\n"
+        "source, target = map(Path, sys.argv[1:])\n"
+        "c = DcpFormat().read(LocalStore(source))\n"
+        "t = Truth(StoredNames(c.tensors), c.tensors, c.held, gather(source, c), c.extras)\n"
+        "write(DcpFormat(), t, target / 'dcp', 'dp=3,zero=3'); write(TorchFormat(), t, target / 'pt')\n"
+        "TorchFormat().read(LocalStore(target / 'pt'))\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(samples / "nested"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert torch.load(tmp_path / "pt" / "checkpoint.pt", weights_only=True)["step"] == 2

@@ -26,7 +26,7 @@ from ckptkit.engine.grids import Grid
 from ckptkit.engine.journal import Journal, plan_hash
 from ckptkit.engine.mover import Mover, Worker
 from ckptkit.engine.replicas import Comparer
-from ckptkit.engine.schedule import make_schedule
+from ckptkit.engine.schedule import Schedule, make_schedule
 from ckptkit.engine.sources import Sources
 from ckptkit.engine.unchanged import copy_unchanged
 from ckptkit.engine.writer import SEGMENT, Outputs, Writer
@@ -239,7 +239,6 @@ class _Job:
                 raise
             journal.start(durable or [])
             cloned = copy_unchanged(self.plan, destination, self.copies, self.sources, outputs)
-            result.cloned_bytes = sum(int(outputs.sizes[number]) for number in cloned)
             self._assemble(outputs, journal, shape, cloned, sync_every_s)
             outputs.apply_fixups()
             outputs.sync_all()
@@ -249,7 +248,7 @@ class _Job:
             for path, content in destination.finish(result.written):
                 folder.write_small(path, content)
                 result.bytes_out += len(content)
-            result.direct, result.threads, result.slab_bytes = direct, shape.threads, shape.slab
+            result.direct, result.threads = direct, shape.threads
             journal.remove()
             outputs.files.close()
             folder.commit()
@@ -262,21 +261,17 @@ class _Job:
     ) -> None:
         """Write every slab that is not durable yet."""
         result = self.result
-        slabs = Grid(outputs.sizes, outputs.origins, shape.slab)
-        numbers = np.arange(slabs.cells)
-        files = slabs.file(numbers)
-        start, stop = slabs.bounds(numbers)
-        wanted = ~outputs.done[outputs.segment(files, start)] if slabs.cells else np.zeros(0, bool)
-        reused = int((stop - start)[~wanted].sum())
-        wanted &= ~np.isin(files, cloned)
-        result.reused_bytes = self.durable_bytes = reused
-        base = reused + result.cloned_bytes
-        writer = Writer(
-            self.sources,
-            make_schedule(self.copies, slabs, self.blocks, wanted, shape.task),
-            self.stop,
-            outputs,
-        )
+        slabs, wanted, schedule = self._schedule(outputs, shape, cloned)
+        if shape.slab > LEAF and schedule.reads_again > 0.25:
+            # Many files share each block (a cut of rows in many parts): smaller slabs of more files fit in memory.
+            shape = replace(shape, slab=LEAF)
+            slabs, wanted, schedule = self._schedule(outputs, shape, cloned)
+        start, stop = slabs.bounds(np.arange(slabs.cells))
+        result.cloned_bytes = sum(int(outputs.sizes[number]) for number in cloned)
+        base = int((stop - start)[~wanted].sum())
+        result.reused_bytes = self.durable_bytes = reused = base - result.cloned_bytes
+        result.slab_bytes = shape.slab
+        writer = Writer(self.sources, schedule, self.stop, outputs)
         syncer = _Syncer(writer, journal, self.stop, sync_every_s)
         syncer.start()
         try:
@@ -288,6 +283,16 @@ class _Job:
         if error is not None:
             raise error
         self.progress(base + writer.done_bytes, self.total)
+
+    def _schedule(
+        self, outputs: Outputs, shape: _Shape, cloned: list[int]
+    ) -> tuple[Grid, npt.NDArray[np.bool_], Schedule]:
+        """The slabs of a size, which of them are to be written, and in which order."""
+        slabs = Grid(outputs.sizes, outputs.origins, shape.slab)
+        files = slabs.file(np.arange(slabs.cells))
+        start, _ = slabs.bounds(np.arange(slabs.cells))
+        wanted = ~outputs.done[outputs.segment(files, start)] & ~np.isin(files, cloned)
+        return slabs, wanted, make_schedule(self.copies, slabs, self.blocks, wanted, shape.task)
 
     def _run(self, mover: Mover, shape: _Shape, tick: Callable[[], None]) -> None:
         workers = [Worker(shape.slab) for _ in range(min(shape.threads, max(mover.schedule.tasks, 1)))]
@@ -307,10 +312,10 @@ class _Job:
         """Choose threads and sizes.
 
         In memory, slabs of one leaf stay in the CPU's cache. On a disk a direct write keeps its thread waiting, so there
-        are two threads a CPU, and larger slabs.
+        are three threads a CPU, and larger slabs.
         """
         cpus = usable_cpus()
-        threads = self.threads or (min(2 * cpus, 16) if direct else min(cpus, 32))
+        threads = self.threads or (min(3 * cpus, 16) if direct else min(cpus, 32))
         threads = max(1, min(threads, self.memory // (4 * LEAF)))
         share = max(self.memory // threads - 2 * LEAF, LEAF)
         slab = 4 * LEAF if direct else LEAF

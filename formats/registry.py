@@ -12,6 +12,8 @@ _HOMES = {
     "native": "native:NativeFormat",
     "megatron": "megatron:MegatronFormat",
     "dcp": "dcp:DcpFormat",
+    "deepspeed-universal": "deepspeed_universal:DeepSpeedUniversalFormat",
+    "deepspeed": "deepspeed:DeepSpeedFormat",
     "hf": "hf:HfFormat",
     "hub": "hub:HubFormat",
     "torch": "torch_file:TorchFormat",

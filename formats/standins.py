@@ -291,6 +291,7 @@ _NAMES: dict[str, str] = {
     "TensorProperties MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
     "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",  # before torch 2.3
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "deepspeed.utils.tensor_fragment": "fragment_address",
     "torch.distributed.checkpoint.planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
 }
 """Names that become an `Opaque`, by module."""

@@ -60,7 +60,7 @@ def canonical(
             and (not told or bool(f.get("is_expert_parallel")) == is_expert(item, tensors))
         ]
         fits = fits or [k for k, f in enumerate(fields) if kind_of(f, set()) == kind]
-        fits = [k for k in fits if _decaying(fields[k]) == decays(name, item.shape)] or fits
+        fits = [k for k in fits if decaying(fields[k]) == decays(name, item.shape)] or fits
         away = name.endswith(_EMBEDDINGS)
         fits = [k for k in fits if bool(fields[k].get("is_decoupled_lr")) == away] or fits
         (members[fits[0]] if fits else lost).append(name)
@@ -79,7 +79,8 @@ def _listed(value: Any) -> Any:
     return value
 
 
-def _decaying(group: Mapping[str, Any]) -> bool:
+def decaying(group: Mapping[str, Any]) -> bool:
+    """Whether weight decay applies to a group."""
     multiple = group.get("wd_mult", group.get("pre_wd_mult", group.get("weight_decay", 1.0)))
     return not isinstance(multiple, int | float) or multiple != 0
 

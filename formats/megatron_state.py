@@ -66,7 +66,7 @@ class State:
             "by_sample": list,
             "layout": str,
             "optimizers": list,
-            "names": str,
+            "flat": list,
         }
         if not isinstance(found, dict) or any(
             not isinstance(found[k], t) for k, t in shape.items() if k in found
@@ -164,7 +164,11 @@ def _param_groups(value: Any) -> list[dict[str, Any]]:
         return []
     if isinstance(value.get("param_groups"), list):
         step = value["state"].get("common_step") if isinstance(value.get("state"), dict) else None
-        groups = [g for g in value["param_groups"] if isinstance(g, dict)]
+        groups = [
+            {**g, "step": scalar(g["step"])} if isinstance(g.get("step"), dict) else g
+            for g in value["param_groups"]
+            if isinstance(g, dict)
+        ]
         return [{**g, "step": scalar(step)} if "step" not in g and step is not None else g for g in groups]
     if "optimizer" in value:
         return _param_groups(value["optimizer"])

@@ -194,22 +194,23 @@ def padded(model: Model, item: LocalTensor, shape: tuple[int, ...]) -> LocalTens
     """A whole tensor with padding up to `shape`, or None where its rules allow none there."""
     if shape == item.shape:
         return item
-    if len(shape) != len(item.shape):
+    if len(shape) != len(item.shape) or not shape:
         return None
-    for d, (have, want) in enumerate(zip(item.shape, shape, strict=True)):
-        if have == want:
-            continue
-        grows = all(
-            any(
-                model.rules[axis].pad
-                for axis, dim in zip(model.tensors[s.tensor].axes, s.dim, strict=True)
-                if dim == d and axis in model.rules
-            )
-            for s in item.segments
-        )
-        if want < have or not grows or d != 0:
-            return None
+    if shape[1:] != item.shape[1:] or shape[0] < item.shape[0] or not rule_pads(model, item):
+        return None
     return LocalTensor(item.key, shape, item.segments)
+
+
+def rule_pads(model: Model, item: LocalTensor) -> bool:
+    """Whether the first dimension of a whole tensor is one that a rule pads (a vocabulary)."""
+    return bool(item.shape) and all(
+        any(
+            model.rules[axis].pad
+            for axis, dim in zip(model.tensors[s.tensor].axes, s.dim, strict=True)
+            if dim == 0 and axis in model.rules
+        )
+        for s in item.segments
+    )
 
 
 @dataclass

@@ -11,6 +11,7 @@ from ckptkit.stores.base import Store
 _HOMES = {
     "native": "native:NativeFormat",
     "megatron": "megatron:MegatronFormat",
+    "megatron-legacy": "megatron_legacy:MegatronLegacyFormat",
     "dcp": "dcp:DcpFormat",
     "deepspeed-universal": "deepspeed_universal:DeepSpeedUniversalFormat",
     "deepspeed": "deepspeed:DeepSpeedFormat",

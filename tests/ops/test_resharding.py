@@ -15,7 +15,15 @@ import pytest
 from ckptkit import ops
 from ckptkit.core.catalog import Extras
 from ckptkit.core.dtypes import dtype_named
-from ckptkit.errors import CkptError, CoverageError, InterruptedRunError, LayoutError, StoreError, UsageError
+from ckptkit.errors import (
+    CkptError,
+    CorruptionError,
+    CoverageError,
+    InterruptedRunError,
+    LayoutError,
+    StoreError,
+    UsageError,
+)
 from ckptkit.formats import reference
 from ckptkit.formats.native import NativeFormat
 from ckptkit.formats.registry import FORMATS, by_name
@@ -579,3 +587,29 @@ def test_files_beside_a_given_configuration_are_carried(tmp_path: Path, trained:
     assert (Path(made) / "tokenizer.json").read_text() == "{}"
     assert contents(made)["model.safetensors"] == contents(weights)["model.safetensors"]
     assert contents(made)["config.json"] == contents(weights)["config.json"]
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch"])
+def test_a_changed_byte_that_the_source_has_a_checksum_of_is_not_copied(
+    trained: str, tmp_path: Path, to: str
+) -> None:
+    """Zips state a CRC-32 of every member: what differs is refused, since the copy would get digests as if it were sound."""
+    source = make_from(trained, tmp_path / "source", to)
+    catalog = ops.open(source).catalog
+    entries = catalog.entries
+    widest = int(entries.nbytes.argmax())
+    file = catalog.files[int(entries.file[widest])]
+    at = file.data_start + int(entries.offset[widest]) + int(entries.nbytes[widest]) // 2
+    assert ops.plan(source, str(tmp_path / "out"), to="native", probe=False).unverified == []
+    flip(Path(source) / file.path, at)
+
+    with pytest.raises(CorruptionError, match="CRC-32") as caught:
+        ops.reshard(source, str(tmp_path / "out"), to="native")
+
+    assert caught.value.file == file.path
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def make_from(source: str, path: Path, to: str) -> str:
+    """The same checkpoint in another format."""
+    return ops.reshard(source, str(path), to=to, drop_extras=True).url

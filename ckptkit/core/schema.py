@@ -193,7 +193,9 @@ class Schema:
                 raise LayoutError(f"model {self.id}: the configuration gives axis {axis} the size {size!r}")
         if max(sizes["layers"], sizes.get("expert", 0)) > MAX_LAYERS:
             raise LayoutError(f"model {self.id}: more than {MAX_LAYERS} layers or experts are not supported")
-        return Model(self, plain, sizes, flags)
+        model = Model(self, plain, sizes, flags)
+        _ = model.tensors  # declared now, so that sizes which no tensor can have are told here
+        return model
 
 
 class Model:

@@ -99,10 +99,11 @@ class LocalStore(Store):
     def exists(self, path: str) -> bool:
         try:
             return stat.S_ISREG(os.stat(self._resolve(path)).st_mode)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
         except OSError as error:
-            raise self._fault(path, error) from error
+            fault = self._fault(path, error)
+            if isinstance(fault, ShardMissingError):
+                return False
+            raise fault from error
 
     def size(self, path: str) -> int:
         return self._stat(path).st_size
@@ -165,7 +166,8 @@ class LocalStore(Store):
 
     def _fault(self, path: str, error: OSError) -> FormatError | StoreError | UnsafeError:
         where = os.path.join(self.url, path)
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        # No file has a name that the file system cannot hold, so a checkpoint that says so lacks it.
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
             return ShardMissingError(f"{where} is missing", file=path)
         if error.errno == errno.EISDIR:
             return FormatError(f"{where} is a directory, but should be a file of data", file=path)

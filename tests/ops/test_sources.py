@@ -122,3 +122,13 @@ def test_a_configuration_that_makes_no_sense_is_refused(
 
     with pytest.raises(UsageError, match=says):
         ops.open(weights, config=str(path))
+
+
+def test_sizes_that_no_tensor_can_have_are_the_source_s_fault(tmp_path: Path, weights: str) -> None:
+    """A product of sizes that overflows makes the source unusable, not the command wrong."""
+    broken = shutil.copytree(weights, tmp_path / "broken")
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "hidden_size": 10**30}))
+
+    with pytest.raises(FormatError, match=r"config.json does not fit: .*cannot have shape"):
+        ops.open(str(broken))

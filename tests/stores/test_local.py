@@ -89,6 +89,13 @@ def test_a_missing_file_and_a_missing_root_are_told_apart(tmp_path) -> None:
         LocalStore(tmp_path / "file")
 
 
+def test_a_name_too_long_for_any_file_is_a_missing_file(tmp_path) -> None:
+    """An index may name anything; no disk is at fault then."""
+    assert not LocalStore(tmp_path).exists("f" * 5000)
+    with pytest.raises(ShardMissingError, match="is missing"):
+        LocalStore(tmp_path).size("f" * 5000)
+
+
 def test_a_file_that_ends_early_says_where(tmp_path) -> None:
     (tmp_path / "f").write_bytes(b"12345")
 

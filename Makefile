@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test lint format test-long kernels docs bench lock clean
+.PHONY: help setup demo test lint format test-long test-peers kernels docs bench lock clean
 .DELETE_ON_ERROR:
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make lint       the first three of these"
 	@echo "make format     let ruff mend what it can"
 	@echo "make test-long  the long tests"
+	@echo "make test-peers the tests against DeepSpeed, megatron-core, zarr and peft, in an environment of their own"
 	@echo "make kernels    build all kernels for gfx942 without a GPU, test them in Triton's interpreter"
 	@echo "make docs       the documentation, into site/"
 	@echo "make bench      the benchmarks"
@@ -54,16 +55,28 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 test: lint
-	$(PYTEST) -m "not long"
+	$(PYTEST) -m "not long and not peers"
 
 # pytest says 5 when it has selected nothing, which is no failure here.
 test-long: $(READY)
 	$(PYTEST) -m long || [ $$? -eq 5 ]
 
+# The judges (DeepSpeed, megatron-core, zarr, peft) stay out of the environment that everything else is tested in.
+PEERS := .venv-peers
+
+$(PEERS)/.ready: requirements-peers.lock requirements.lock pyproject.toml
+	[ -x $(PEERS)/bin/python ] || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet -r requirements-peers.lock
+	$(PEERS)/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
+test-peers: $(PEERS)/.ready
+	OMP_NUM_THREADS=1 $(PEERS)/bin/python -m pytest -m peers tests/peers
+
 # Triton stays beside the environment, not in it: nothing else may come to depend on it.
 KERNELS := build/kernels
 
-$(KERNELS)/.ready: requirements-kernels.lock $(READY)
+$(KERNELS)/.ready: requirements-kernels.lock | $(READY)
 	rm -rf $(KERNELS)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(KERNELS) -r requirements-kernels.lock
 	@touch $@
@@ -90,6 +103,6 @@ lock:
 	mv build/lock/new requirements.lock
 
 clean:
-	rm -rf $(VENV) build dist site demo-out htmlcov .coverage .cache .hypothesis .grimp_cache \
+	rm -rf $(VENV) $(PEERS) build dist site demo-out htmlcov .coverage .cache .hypothesis .grimp_cache \
 	  .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find ckptkit formats cli tests -name __pycache__ -type d -prune -exec rm -rf {} +

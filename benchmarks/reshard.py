@@ -27,7 +27,7 @@ import sys
 import time
 from pathlib import Path
 
-PER_LAYER = {"layout": 0.5384, "inner": 0.8138, "hf": 0.0771}
+PER_LAYER = {"layout": 0.5384, "inner": 0.8138, "hf": 0.1074}
 BASE = {"layout": 0.9403, "inner": 0.9396, "hf": 0.1353}
 """GB of a source: BASE + layers * PER_LAYER."""
 
@@ -166,7 +166,7 @@ def child(target: str, job: dict) -> None:
     """Make a source, or reshard one; prints one JSON object."""
     refused = enter_cgroup(job["cgroup_mb"] << 20) if "cgroup_mb" in job else ""
     from ckptkit import ops
-    from ckptkit.engine.executor import usable_cpus
+    from ckptkit.engine.run import default_threads
     from ckptkit.stores.system import MEMORY_FILE_SYSTEMS, file_system
 
     began = time.monotonic()
@@ -182,7 +182,7 @@ def child(target: str, job: dict) -> None:
                 "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6,
                 "read": done.bytes_read,
                 "direct": direct,
-                "threads": job.get("options", {}).get("threads") or usable_cpus() * (2 if direct else 1),
+                "threads": job.get("options", {}).get("threads") or default_threads(direct),
                 "refused": refused,
             }
         )

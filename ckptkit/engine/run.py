@@ -314,8 +314,7 @@ class _Job:
         In memory, slabs of one leaf stay in the CPU's cache. On a disk a direct write keeps its thread waiting, so there
         are three threads a CPU, and larger slabs.
         """
-        cpus = usable_cpus()
-        threads = self.threads or (min(3 * cpus, 16) if direct else min(cpus, 32))
+        threads = self.threads or default_threads(direct)
         threads = max(1, min(threads, self.memory // (4 * LEAF)))
         share = max(self.memory // threads - 2 * LEAF, LEAF)
         slab = 4 * LEAF if direct else LEAF
@@ -354,6 +353,11 @@ class _Syncer(threading.Thread):
         self.join()
         self._sync()
         return self._error
+
+
+def default_threads(direct: bool) -> int:
+    """Workers where the caller does not say: more than CPUs where writes keep a thread waiting."""
+    return min(3 * usable_cpus(), 16) if direct else min(usable_cpus(), 32)
 
 
 def _check_casts(copies: Copies) -> None:

@@ -34,6 +34,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "synth": "Write a random checkpoint, to try storage and layouts.",
     },
     "More": {
+        "selftest": "Check every kernel against its torch form, here.",
         "demo": "Take the whole tour on a small model made on the spot.",
         "completion": "Print the completion script of a shell.",
     },

@@ -99,7 +99,14 @@ def _problems(device: Any) -> Iterator[tuple[str, float, Callable[[Callable[...,
 
     yield "pack", 0.0, packed
     digests = digest.leaf_digests_torch(data, leaf)
-    yield "unpack", 0.0, lambda f: [f(plan, data, digests), *plan.parts]
+
+    def unpacked(f: Callable[..., Any]) -> list[Any]:
+        for part in plan.parts:
+            part.zero_()
+        good = f(plan, data, digests)
+        return [good, *(part.clone() for part in plan.parts)]
+
+    yield "unpack", 0.0, unpacked
 
 
 def run(device: str | None = None) -> list[Check]:
@@ -113,7 +120,10 @@ def run(device: str | None = None) -> list[Check]:
     """
     import torch
 
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as unknown:
+        raise UsageError(f"{device!r} is no device of torch: cpu, cuda or cuda:1 are") from unknown
     if where.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("torch sees no GPU here: `--device cpu` checks the torch forms alone")
     checks = []
@@ -134,6 +144,14 @@ def run(device: str | None = None) -> list[Check]:
             error = max(_error(a, b) for a, b in pairs)
             checks.append(Check(operation, backend, error <= allowed, error, allowed, seconds))
     return checks
+
+
+def machine() -> dict[str, str]:
+    """The GPU's name, or `cpu`, and the build of torch."""
+    import torch
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {"device": name, "torch": torch.__version__}
 
 
 def _now(device: Any) -> float:
@@ -164,14 +182,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", help="default: the GPU, where there is one")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     given = parser.parse_args(arguments)
-    import torch
-
     checks = run(given.device)
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     if given.json:
-        print(json.dumps({"device": name, "torch": torch.__version__, "checks": [asdict(c) for c in checks]}))
+        print(json.dumps({**machine(), "checks": [asdict(check) for check in checks]}))
     else:
-        print(name, torch.__version__)
+        print(*machine().values())
         for check in checks:
             print(check.line())
     return int(any(check.passed is False for check in checks))

@@ -11,10 +11,12 @@ from typing import Any
 from ckptkit import models, stores
 from ckptkit.core.catalog import Catalog
 from ckptkit.core.layouts import Layout
+from ckptkit.engine import journal
 from ckptkit.errors import FormatError, StoreError, UsageError
 from ckptkit.formats import registry
 from ckptkit.formats.base import Format, ReadOptions
 from ckptkit.stores.base import Store
+from ckptkit.stores.durable import UNFINISHED
 
 _AT = re.compile(r"(?P<run>.+)@(?P<which>latest|(?P<step>\d+)(?:\.e(?P<epoch>\d+))?)")
 
@@ -67,8 +69,19 @@ def open(  # the API's own word for it
     known = registry.by_name(format) if format is not None else None
     path, notes = resolve(url, known)
     store = stores.open_store(path)
+    _refuse_unfinished(path, store)
     found = known or registry.detect(store)
     return Source(path, store, found, found.read(store, options), notes)
+
+
+def _refuse_unfinished(url: str, store: Store) -> None:
+    """Raise FormatError for a folder that a writer has not put in place. Formats without a marker cannot tell it themselves."""
+    name = UNFINISHED.fullmatch(os.path.basename(os.path.abspath(stores.local_path(url) or url)))
+    if (name is not None and not name["replaced"]) or store.exists(journal.NAME):
+        raise FormatError(
+            f"{url} is unfinished: its writer has not ended, or was stopped. Run its command again to finish it",
+            file=url,
+        )
 
 
 def resolve(url: str, format: Format | None = None) -> tuple[str, list[str]]:

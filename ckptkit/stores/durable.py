@@ -21,6 +21,9 @@ import numpy as np
 from ckptkit.errors import StoreError
 from ckptkit.stores.system import MEMORY_FILE_SYSTEMS, exchange, file_system, preallocate, start_writeback
 
+UNFINISHED = re.compile(r"\.(?P<name>.+)\.[0-9a-f]+(?P<replaced>\.replaced)?\.unfinished")
+"""Names of folders that are not in place yet; with `replaced` of one that was whole and had to make room."""
+
 PAGE = 4096
 """Alignment that direct writes keep: offset, length and address."""
 

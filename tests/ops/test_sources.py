@@ -132,3 +132,21 @@ def test_sizes_that_no_tensor_can_have_are_the_source_s_fault(tmp_path: Path, we
 
     with pytest.raises(FormatError, match=r"config.json does not fit: .*cannot have shape"):
         ops.open(str(broken))
+
+
+@pytest.mark.parametrize("name", [".weights.00ff.unfinished", "renamed"])
+def test_a_folder_that_is_not_in_place_is_refused(tmp_path: Path, weights: str, name: str) -> None:
+    """`hf` has no marker, so that a folder of preallocated files would open; its name or its journal says what it is."""
+    folder = shutil.copytree(weights, tmp_path / name)
+    if name == "renamed":
+        (folder / ".journal").write_text("")
+
+    with pytest.raises(FormatError, match="is unfinished"):
+        ops.open(str(folder))
+
+
+def test_a_whole_folder_that_had_to_make_room_opens(tmp_path: Path, weights: str) -> None:
+    """What --overwrite set aside when it was stopped may be the only copy."""
+    aside = shutil.copytree(weights, tmp_path / ".weights.00ff.replaced.unfinished")
+
+    assert ops.open(str(aside)).catalog.model is not None

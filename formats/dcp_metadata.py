@@ -104,6 +104,11 @@ def read_index(store: Store) -> Index:
         )
     index = Index(sources=paths)
     for path in paths:
+        if store.size(path) > pickles.LIMIT:
+            raise FormatError(
+                f"{path} has {store.size(path)} bytes; more than {pickles.LIMIT} are no index of a checkpoint",
+                file=path,
+            )
         _add(index, pickles.loads(store.read(path), path), path)
     for path in index.files:
         if not store.exists(path):

@@ -446,3 +446,12 @@ def test_neither_reading_nor_writing_imports_torch(samples: Path, tmp_path: Path
 
     assert done.returncode == 0, done.stderr
     assert torch.load(tmp_path / "pt" / "checkpoint.pt", weights_only=True)["step"] == 2
+
+
+def test_an_index_of_gigabytes_is_refused_unread(small: tuple[Path, Index]) -> None:
+    """A sparse file of 4 TB in the place of the metadata costs neither memory nor time."""
+    root, _ = small
+    os.truncate(root / ".metadata", 4 << 40)
+
+    with pytest.raises(FormatError, match="no index of a checkpoint"):
+        read(root)

@@ -17,10 +17,11 @@ import numpy as np
 
 from ckptkit.core.catalog import ROLES, Catalog
 from ckptkit.core.destination import Destination
+from ckptkit.core.dtypes import DType
 from ckptkit.core.layouts import Layout
 from ckptkit.core.names import Names, Placement, StoredNames
 from ckptkit.core.schema import STATE_ROLES
-from ckptkit.errors import LayoutError
+from ckptkit.errors import CkptError, LayoutError
 from ckptkit.formats.base import Checksum, Format, ReadOptions, WriteOptions
 from ckptkit.formats.deepspeed_folder import (
     LATEST,
@@ -36,8 +37,10 @@ from ckptkit.formats.deepspeed_writer import (
     Draft,
     Member,
     balanced_order,
+    experts,
     lay,
     members_of,
+    model_dtype,
     model_states,
     model_states_3,
     partition_3,
@@ -63,7 +66,10 @@ class DeepSpeedFormat(Format):
     def detect(self, store: Store) -> bool:
         prefix = ""
         if store.exists(LATEST):
-            prefix = f"{tag_of(store)}/"
+            try:
+                prefix = f"{tag_of(store)}/"
+            except CkptError:  # reading says what is wrong with it
+                return any(is_state(path.rpartition("/")[2]) for path in store.files())
         inside = [path.removeprefix(prefix) for path in store.files() if path.startswith(prefix)]
         return any(is_state(path) for path in inside) and _SIGN not in inside
 
@@ -93,7 +99,8 @@ class DeepSpeedFormat(Format):
         if layout.zero < 3 and round_robin(state.model.get("ds_config")):
             for group in state.groups:
                 group.names = balanced_order(group.names, layout.cp * layout.dp)
-        drafts = list(_drafts(prefix, layout, members, trained, state))
+        bf16 = _main_dtype(members, model_dtype(shards)).name == "bfloat16"
+        drafts = list(_drafts(prefix, layout, members, trained, state, bf16))
         laid = lay(drafts)
         catalog = Catalog(
             format=self.name, where=shards.where, tensors=shards.tensors, locals=[p.local for p in placed],
@@ -158,11 +165,11 @@ def _drafts(
     members: Sequence[Sequence[Member]],
     trained: Sequence[Mapping[str, Member]],
     state: State,
+    bf16: bool,
 ) -> Iterator[Draft]:
     """Every file, in the order of ranks."""
     ranks = layout.cp * layout.dp
     config: Any = state.model.get("ds_config")
-    bf16 = _is_bf16(members)
     at = {
         (int(layout.dense["tp"][r]), int(layout.dense["shard"][r])): r
         for r in np.arange(layout.world).tolist()
@@ -171,7 +178,9 @@ def _drafts(
         if layout.zero < 3:
             draft = Draft(f"{prefix}mp_rank_{mp:02d}_model_states.pt", at[mp, 0])
             model_states(draft, mine, state, shapes_of(state.groups, trained[mp]))
+            apart = experts(prefix, mp, at[mp, 0], mine, draft.value)
             yield draft
+            yield from apart
         for d in range(ranks):
             if layout.zero == 3:
                 draft = Draft(f"{prefix}zero_pp_rank_{d}_mp_rank_{mp:02d}_model_states.pt", at[mp, d])
@@ -188,11 +197,10 @@ def _drafts(
             yield draft
 
 
-def _is_bf16(members: Sequence[Sequence[Member]]) -> bool:
-    """Whether most weights are bfloat16, which DeepSpeed says in the names of files."""
-    sizes = {True: 0, False: 0}
+def _main_dtype(members: Sequence[Sequence[Member]], usual: DType) -> DType:
+    """The dtype of most weights; `usual` where there are fp32 copies only. DeepSpeed has bfloat16 in the names of files."""
+    sizes: dict[DType, int] = {}
     for m in members[0]:
-        dtype = m.held.get("param")
-        if dtype is not None:
-            sizes[dtype.name == "bfloat16"] += prod(m.item.shape)
-    return sizes[True] > sizes[False]
+        if "param" in m.held:
+            sizes[m.held["param"]] = sizes.get(m.held["param"], 0) + prod(m.item.shape)
+    return max(sizes, key=lambda dtype: sizes[dtype], default=usual)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptkit.errors import FormatError, ShardMissingError, UnsafeError
+from ckptkit.formats.carried import CarriedFiles, carried
 from ckptkit.formats.megatron_folder import Subfolder
 from ckptkit.formats.plain import to_plain
 from ckptkit.formats.standins import StoredTensor
@@ -176,6 +177,14 @@ def find_step(store: Store, tracker: str = LATEST, sign: str | None = None) -> t
             file=tag,
         )
     return found, found.prefix
+
+
+def carried_files(store: Store, warnings: list[str]) -> CarriedFiles:
+    """Files that travel with the weights; not the scripts that DeepSpeed puts into every run."""
+    every = carried(store, warnings)
+    return CarriedFiles(
+        store, [name for name in every if name not in ("zero_to_fp32.py", "zero_to_torch.py")]
+    )
 
 
 def is_state(path: str) -> bool:

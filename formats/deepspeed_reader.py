@@ -6,6 +6,7 @@ a model tensors keep their names, and only one model-parallel rank can be read: 
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -19,9 +20,8 @@ from ckptkit.errors import FormatError, LayoutError, ShardMissingError
 from ckptkit.formats import model_config
 from ckptkit.formats.base import ReadOptions
 from ckptkit.formats.binding import model_of
-from ckptkit.formats.carried import carried
 from ckptkit.formats.chunks import Locals, bind_names, plain_local, plain_tensor
-from ckptkit.formats.deepspeed_folder import LATEST, StateFile, list_files, open_all
+from ckptkit.formats.deepspeed_folder import LATEST, StateFile, carried_files, list_files, open_all
 from ckptkit.formats.deepspeed_runs import (
     STATE,
     Found,
@@ -68,7 +68,7 @@ class Reader:
         """The catalog of everything."""
         self._check_models()
         self.optims = self._open_optims()
-        files = carried(self.store, self.warnings)
+        files = carried_files(self.store, self.warnings)
         config = model_config.read_config(files, self.options, self.store.url)
         model = model_of(config, self.options, self.store.url)
         weights = [self._weights(mp) for mp in range(self.mp)]
@@ -103,7 +103,7 @@ class Reader:
         extras.files = files
         return Catalog(
             format=name, where=self.store.url, tensors=tensors, locals=self.locals.items,
-            files=[File(self.prefix + path, self.here.size(path), 0, self._rank(path)) for path in self.paths],
+            files=[File(self.prefix + path, self.here.size(path), 0, self._ranks.get(path, 0)) for path in self.paths],
             entries=Entries(*np.asarray(self.rows, np.int64).reshape(-1, 7).T), layout=layout, model=model, names=family,
             extras=extras, facts={"warnings": self.warnings},
             identities={path: self.store.identity(path) for path in self._sources()},
@@ -173,13 +173,11 @@ class Reader:
         paths = dict.fromkeys([*self.paths, *(file.path for file in opened)])
         return [*tracker, *(self.prefix + path for path in paths)]
 
-    def _rank(self, path: str) -> int:
-        """The rank whose file it is, in Megatron's order of ranks: model parallel ones are neighbours."""
-        for ranks in (self.files.optims, self.files.models):
-            for (mp, d), known in ranks.items():
-                if known == path:
-                    return d * self.mp + mp
-        return 0
+    @cached_property
+    def _ranks(self) -> dict[str, int]:
+        """Ranks by path, in Megatron's order: model-parallel ones are neighbours."""
+        every = [*self.files.models.items(), *self.files.optims.items()]
+        return {path: d * self.mp + mp for (mp, d), path in every}
 
     # Names and shapes
 

@@ -23,7 +23,7 @@ from ckptkit.formats.standins import Opaque, StoredTensor
 from ckptkit.formats.stored_keys import SLOTS
 
 STATE = "optimizer_state_dict"
-_EXPERT = re.compile(r"(.*\bdeepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,6})(\..+)")
+EXPERT_NAME = re.compile(r"(.*\bdeepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,6})(\..+)")
 _GROUP = re.compile(r"ep_size_(\d{1,6})")
 
 
@@ -283,7 +283,7 @@ def _expert_width(file: StateFile, group: Mapping[str, Any]) -> int:
 
 def _global_names(parts: Sequence[tuple[str, int, int]], ep: int) -> list[tuple[str, int, int]]:
     """Names of a rank's own experts, which count from 0 on every rank, as those of the whole model."""
-    matches = [_EXPERT.fullmatch(name) for name, _, _ in parts]
+    matches = [EXPERT_NAME.fullmatch(name) for name, _, _ in parts]
     count = 1 + max((int(match[2]) for match in matches if match), default=-1)
     return [
         (f"{m[1]}{ep * count + int(m[2])}{m[3]}" if m else name, numel, start)

@@ -234,6 +234,8 @@ def _groups(shards: Catalog, trained: Mapping[str, tuple[LocalTensor, set[str]]]
                     tensor=members[0],
                 )
             fields = {name: from_plain(value) for name, value in torch_fields(group).items()}
+            if fields.get("moe"):
+                fields["name"] = "ep_size_1"  # every rank has all experts
             yield Group(fields, members, steps.pop())
 
 

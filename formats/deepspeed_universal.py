@@ -13,10 +13,12 @@ Sources: DeepSpeed 0.19, `checkpoint/ds_to_universal.py`, `checkpoint/universal_
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, ClassVar
 
 import numpy as np
 
+from ckptkit.core.boxes import row_major_strides
 from ckptkit.core.catalog import ROLE_CODE, ROLES, Catalog, Entries, File
 from ckptkit.core.destination import Destination
 from ckptkit.core.layouts import Layout
@@ -26,9 +28,8 @@ from ckptkit.errors import FormatError, LayoutError, ShardMissingError
 from ckptkit.formats import model_config
 from ckptkit.formats.base import Checksum, Format, ReadOptions, WriteOptions
 from ckptkit.formats.binding import model_of
-from ckptkit.formats.carried import carried
 from ckptkit.formats.chunks import Locals, bind_names, plain_local
-from ckptkit.formats.deepspeed_folder import LATEST, StateFile, find_step, open_all
+from ckptkit.formats.deepspeed_folder import LATEST, StateFile, carried_files, find_step, open_all
 from ckptkit.formats.deepspeed_runs import shapes_of
 from ckptkit.formats.deepspeed_state import OURS, SCALER, State, read_extras, step_value, write_extras
 from ckptkit.formats.deepspeed_writer import Draft, Member, lay, members_of, model_states, zero_stage
@@ -63,7 +64,7 @@ class DeepSpeedUniversalFormat(Format):
     def read(self, store: Store, options: ReadOptions = ReadOptions()) -> Catalog:
         here, prefix = find_step(store, TRACKER, COMMON)
         warnings: list[str] = []
-        files = carried(store, warnings)
+        files = carried_files(store, warnings)
         model = model_of(model_config.read_config(files, options, store.url), options, store.url)
         step = _Step(here, warnings)
         weights = step.weights()
@@ -215,7 +216,9 @@ class _Step:
             elif slot == _WEIGHT and name not in held:
                 self.alone[name] = file
             else:
-                self.state[name, role] = file, _param(file)
+                self.state[name, role] = file, self._param(name, file)
+        if self.state and not self.steps and (common := self._common_step()) is not None:
+            self.steps = {name: common for name, _ in self.state}
         if unknown:
             self.warnings.append(
                 f"optimizer tensors of unknown meaning were left out: {', '.join(sorted(unknown)[:5])}"
@@ -260,8 +263,30 @@ class _Step:
                 found[name] = self.first, tensor, "param"
         for name, file in self.alone.items():
             if name not in found:
-                found[name] = file, _param(file), "buffer" if name in buffers else "param"
+                found[name] = file, self._param(name, file), "buffer" if name in buffers else "param"
         return found
+
+    def _param(self, name: str, file: StateFile) -> StoredTensor:
+        """The tensor of a parameter's file. Those converted from stage 3 are bare and flat."""
+        value = file.value.get("param", file.value.get(""))
+        if not isinstance(value, StoredTensor):
+            raise FormatError(f"{file.path} holds no tensor 'param'", file=file.path)
+        shape = next((group[name] for group in self.listed if name in group), value.shape)
+        if value.shape != shape and value.shape == (prod(shape),) and value.contiguous:
+            strides = row_major_strides(tuple(max(n, 1) for n in shape))
+            return StoredTensor(value.storage, value.dtype, value.offset, shape, strides)
+        return value
+
+    def _common_step(self) -> float | None:
+        """The step of all parameters, where they have none of their own: as converted from stage 3."""
+        inner = self.common.value.get("optimizer_state_dict")
+        state = inner.get("state") if isinstance(inner, dict) else None
+        first = (
+            next((slots for slots in state.values() if isinstance(slots, dict)), {})
+            if isinstance(state, dict)
+            else {}
+        )
+        return scalar(self.common.plain(first.get("step")))
 
     def _has_elements(self, name: str) -> bool:
         """Whether a tensor without elements is a placeholder of one that has some."""
@@ -295,13 +320,6 @@ def _model_states(here: Store, ours: bool) -> str:
             f"{here.url} has no model states of rank 0. Restore them from another copy", file=here.url
         )
     return found
-
-
-def _param(file: StateFile) -> StoredTensor:
-    value = file.value.get("param")
-    if not isinstance(value, StoredTensor):
-        raise FormatError(f"{file.path} holds no tensor 'param'", file=file.path)
-    return value
 
 
 def _drafts(

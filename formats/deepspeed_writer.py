@@ -18,6 +18,7 @@ from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.local import LocalTensor
 from ckptkit.core.schema import STATE_ROLES
 from ckptkit.core.zero import cut_flat
+from ckptkit.formats.deepspeed_runs import EXPERT_NAME
 from ckptkit.formats.deepspeed_state import VERSION, WEIGHTS, Group, State, step_value
 from ckptkit.formats.standins import Global, Opaque, Ordered, Size, Storage, StoredTensor
 from ckptkit.formats.stored_keys import SLOT_OF
@@ -91,12 +92,12 @@ def members_of(shards: Catalog, items: Iterable[tuple[int, LocalTensor]], *, wei
             # The flat fp32 groups are the parameters of DeepSpeed's optimizer; without them there is no state.
             held["master"] = F32
             if "param" not in held and weights:
-                held["param"] = _model_dtype(shards)
+                held["param"] = model_dtype(shards)
         found.append(Member(number, item, held))
     return found
 
 
-def _model_dtype(shards: Catalog) -> DType:
+def model_dtype(shards: Catalog) -> DType:
     """What the module's weights were in training, where the source has their fp32 copies only."""
     kept = shards.extras.common.get("deepspeed")
     config = kept.get("model", {}).get("ds_config") if isinstance(kept, dict) else None
@@ -136,7 +137,11 @@ def lay(drafts: Iterable[Draft]) -> Laid:
 def model_states(draft: Draft, members: Sequence[Member], state: State, shapes: Sequence[Ordered]) -> None:
     """Model states of stages 0 to 2: every weight of a model-parallel rank."""
     draft.value = {
-        "module": Ordered((m.name, draft.whole(m, m.weight)) for m in members if m.weight),
+        "module": Ordered(
+            (m.name, draft.whole(m, m.weight))
+            for m in members
+            if m.weight and not EXPERT_NAME.fullmatch(m.name)
+        ),
         "buffer_names": [m.name for m in members if m.weight == "buffer"],
         "optimizer": None,
         "param_shapes": list(shapes) if shapes else None,
@@ -145,6 +150,34 @@ def model_states(draft: Draft, members: Sequence[Member], state: State, shapes: 
         "frozen_param_fragments": None,
         **state.model,
     }
+
+
+def experts(
+    prefix: str, mp: int, rank: int, members: Sequence[Member], states: dict[str, Any]
+) -> list[Draft]:
+    """Files of DeepSpeed-MoE's experts, one each; layers count from 0 in the order of modules. None for other models.
+
+    Args:
+        states: The model states without experts; what it says of them is put right.
+    """
+    layers: dict[str, int] = {}
+    found: dict[tuple[int, int], Draft] = {}
+    for m in members:
+        match = EXPERT_NAME.fullmatch(m.name)
+        if match is None or not m.weight:
+            continue
+        place = layers.setdefault(match[1], len(layers)), int(match[2])
+        if place not in found:
+            path = f"{prefix}layer_{place[0]}_expert_{place[1]}_mp_rank_{mp:02d}_model_states.pt"
+            found[place] = Draft(path, rank)
+            found[place].value = {}
+        found[place].value[m.name] = found[place].whole(m, m.weight)
+    if not found:
+        return []
+    states["num_experts"] = [1 + max(e for n, e in found if n == layer) for layer in layers.values()]
+    optimizer = Draft(f"{prefix}expp_rank_0_mp_rank_{mp:02d}_optim_states.pt", rank)
+    optimizer.value = {"optimizer": None}  # the engine opens it; under ZeRO there is nothing in it
+    return [*(found[place] for place in sorted(found)), optimizer]
 
 
 def shapes_of(groups: Sequence[Group], members: Mapping[str, Member]) -> list[Ordered]:

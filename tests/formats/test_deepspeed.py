@@ -11,6 +11,7 @@ import torch
 
 from ckptkit.core.catalog import Catalog
 from ckptkit.core.dtypes import dtype_named
+from ckptkit.core.schema import StoredNames
 from ckptkit.errors import CkptError, CoverageError, FormatError, LayoutError, ShardMissingError, UnsafeError
 from ckptkit.formats.deepspeed import DeepSpeedFormat
 from ckptkit.formats.deepspeed_folder import StateFile
@@ -233,8 +234,15 @@ def test_experts_get_their_numbers_in_the_whole_model(tmp_path: Path) -> None:
         group = {"moe": True, "name": "ep_size_2"}
         partition(tmp_path, rank, flat, 2 * flat, places, group=group)
 
-    found = gather(tmp_path, read(tmp_path))
+    catalog = read(tmp_path)
+    found = gather(tmp_path, catalog)
+    names = StoredNames(catalog.tensors)
+    truth = Truth(names, catalog.tensors, catalog.held, found, catalog.extras)
+    write(DeepSpeedFormat(), truth, tmp_path / "again", "dp=2,zero=1:deepspeed")
 
+    # Written again every rank has all experts, each with a file of its own.
+    same(gather(tmp_path / "again", read(tmp_path / "again")), found)
+    assert (tmp_path / "again/global_step5/layer_0_expert_3_mp_rank_00_model_states.pt").exists()
     for e, value in experts.items():
         assert np.array_equal(found[name.format(e), "param"].view("<f4"), value)
         assert np.array_equal(found[name.format(e), "exp_avg"].view("<f4"), 2 * value)

@@ -24,7 +24,7 @@ GUARD = PAGE
 
 _SCRATCH = LEAF + 64  # a block, and the rest of an element that starts in it
 _SMALL_RUN = 16 << 10  # runs below this are not worth a system call of their own
-_HELD = 32  # source files that a task keeps open at a time
+_HELD = 16  # source files that a task keeps open at a time
 Bytes = npt.NDArray[np.uint8]
 
 

@@ -425,3 +425,47 @@ def test_a_run_in_memory_is_not_direct(tmp_path) -> None:
         assert not result.direct
     finally:
         subprocess.run(["rm", "-rf", target], check=True)
+
+
+def test_every_byte_is_synced_before_the_rename_and_the_marker_comes_last(tmp_path) -> None:
+    """The order of calls, as the process makes them."""
+    case = simple(tmp_path)
+    script = textwrap.dedent(
+        f"""
+        import os, sys
+        sys.path.insert(0, {os.getcwd()!r})
+        from pathlib import Path
+        calls = []
+        def traced(name):
+            real = getattr(os, name)
+            def call(*args, **kwargs):
+                what = os.readlink(f"/proc/self/fd/{{args[0]}}") if isinstance(args[0], int) else args[0]
+                result = real(*args, **kwargs)
+                calls.append(f"{{name}} {{os.path.basename(what)}}")
+                return result
+            setattr(os, name, call)
+        for name in ("pwrite", "fsync", "fdatasync", "rename", "unlink"):
+            traced(name)
+        from tests.engine.test_run import simple
+        simple(Path(sys.argv[1])).run(threads=1)
+        print("\\n".join(calls))
+        """
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+
+    calls = ran.stdout.split("\n")[:-1]
+    rename = next(k for k, call in enumerate(calls) if call.startswith("rename .out."))
+    work = calls[rename].removeprefix("rename ")
+    last = {call: k for k, call in enumerate(calls)}
+    for file in case.target.files:
+        assert last[f"pwrite {file.path}"] < last[f"fdatasync {file.path}"] < last["pwrite done.json"]
+    assert (
+        last["pwrite done.json"]
+        < last["fdatasync done.json"]
+        < last["unlink .journal"]
+        < last[f"fsync {work}"]
+        < rename
+    )
+    assert calls[rename + 1 :] == [f"fsync {tmp_path.name}"]

@@ -179,7 +179,8 @@ class UnfinishedFolder:
                 os.mkdir(self.path)
             self._lock = _lock(self.path)
         except FileExistsError as error:
-            raise StoreError(f"{self.path} is in the way; remove it", file=self.path) from error
+            way = self.path if os.path.isdir(self.parent) else error.filename or self.parent
+            raise StoreError(f"{way} is in the way; remove it", file=way) from error
         except OSError as error:
             raise write_fault(self.path, "create", error) from error
         self.file_system = file_system(self.path)

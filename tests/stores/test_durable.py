@@ -257,3 +257,11 @@ def test_files_are_synced_before_the_rename_and_folders_around_it(tmp_path) -> N
 def test_the_file_system_has_a_name() -> None:
     assert file_system("/proc") == "proc"
     assert file_system("/does/not/exist") == "unknown"
+
+
+def test_a_file_where_the_parent_should_be_is_named(tmp_path) -> None:
+    """What is to be removed is the file that is there, not a folder that never was."""
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(StoreError, match=r"/file is in the way"):
+        UnfinishedFolder(str(tmp_path / "file" / "x"), "00ff")

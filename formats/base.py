@@ -96,6 +96,13 @@ class Format(ABC):
         """Ranks whose files are absent from a checkpoint without its marker; empty where that cannot be told."""
         return ()
 
+    def uncommitted(self, run: Store, folder: str) -> str:
+        """Why a run does not count a step's folder as whole although its files are there; empty where it does.
+
+        For formats whose steps are marked in the run's folder only.
+        """
+        return ""
+
     def checksums(self, store: Store, catalog: Catalog) -> Iterable[Checksum]:
         """Checksums that the files state themselves, where the format has such. Directories are read, data is not."""
         return ()

@@ -27,11 +27,19 @@ from ckptkit.core.names import Names
 from ckptkit.core.schema import STATE_ROLES, Model
 from ckptkit.errors import FormatError, ShardMissingError
 from ckptkit.formats import model_config
-from ckptkit.formats.base import Format, ReadOptions, WriteOptions
+from ckptkit.formats.base import Checksum, Format, ReadOptions, WriteOptions
 from ckptkit.formats.binding import model_of
 from ckptkit.formats.carried import CarriedFiles, carried
 from ckptkit.formats.chunks import Cut, cut_boxes, plain_local
-from ckptkit.formats.dcp_metadata import NAME, Index, check_files, rank_of, read_index, write_index
+from ckptkit.formats.dcp_metadata import (
+    NAME,
+    Index,
+    check_files,
+    items_by_file,
+    rank_of,
+    read_index,
+    write_index,
+)
 from ckptkit.formats.distcp_writer import ItemWriter, path_of
 from ckptkit.formats.megatron_args import config_of
 from ckptkit.formats.megatron_buffers import SLOTS, buffers, local_order
@@ -126,7 +134,7 @@ class MegatronFormat(Format):
                 model=model,
                 names=NAMES if model is not None else "stored",
                 extras=extras,
-                facts={"warnings": warnings},
+                facts={**(state.note or {}).get("facts", {}), "warnings": warnings},
                 identities={prefix + path: here.identity(path) for path in [*paths, *sources]},
             )
 
@@ -136,6 +144,14 @@ class MegatronFormat(Format):
         if model is not None and keys is not None and flat:
             orders = module_orders(model.names(NAMES), keys.names, state.args)
         return first_right(store, catalog, orders)
+
+    def checksums(self, store: Store, catalog: Catalog) -> Iterator[Checksum]:
+        here, prefix = find_iteration(store)
+        for path, items in items_by_file(read_index(here)).items():
+            with here.open(path) as reader:
+                for key, item in items:
+                    archive = open_archive(reader, f"{key!r} in {path}", item.offset, item.length)
+                    yield from archive.checksums(prefix + path, key)
 
     def lay_out(self, shards: Catalog, options: WriteOptions = WriteOptions()) -> Destination:
         """One `.distcp` a rank that has a share, and a run around it, unless the destination is an iteration's folder."""
@@ -147,7 +163,10 @@ class MegatronFormat(Format):
         cut = cut_boxes(shards, whole)
         copies = _copies(shards, roles)
         extras = write_extras(
-            shards, {i.key: whole[i.key] for i in shards.locals if i.key not in copies}, roles
+            shards,
+            {i.key: whole[i.key] for i in shards.locals if i.key not in copies},
+            roles,
+            options.facts,
         )
         writer = ItemWriter()
         forms = _forms(cut, keys)

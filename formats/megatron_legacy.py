@@ -9,7 +9,7 @@ data parallelism and ZeRO change nothing but where optimizer state lies.
 Source: Megatron-LM, `megatron/training/checkpointing.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ckptkit.core.boxes import Box
@@ -21,14 +21,14 @@ from ckptkit.core.layouts import Layout
 from ckptkit.core.local import LocalTensor
 from ckptkit.core.schema import Model
 from ckptkit.errors import FormatError, ShardMissingError
-from ckptkit.formats.base import Format, ReadOptions, WriteOptions
+from ckptkit.formats.base import Checksum, Format, ReadOptions, WriteOptions
 from ckptkit.formats.binding import model_of
 from ckptkit.formats.carried import carried
 from ckptkit.formats.chunks import plain_local, plain_tensor
 from ckptkit.formats.megatron import configuration, first_right, small_files
 from ckptkit.formats.megatron_buffers import Buffer, Group, buffers
 from ckptkit.formats.megatron_flat import bucket_sizes, read_flat
-from ckptkit.formats.megatron_folder import find_iteration, target_prefix, tracked, tracker_of
+from ckptkit.formats.megatron_folder import TRACKER, find_iteration, target_prefix, tracked, tracker_of
 from ckptkit.formats.megatron_keys import Numbered, number_names, spellings
 from ckptkit.formats.megatron_legacy_optimizer import is_distributed, plain_groups, read_whole, stripped
 from ckptkit.formats.megatron_legacy_writer import lay_out_parts
@@ -65,11 +65,24 @@ class MegatronLegacyFormat(Format):
             raise ShardMissingError(f"{here.url} has no mp_rank folder with a {STATE}", file=STATE)
         return _Reader(store, here, prefix, names, options).catalog()
 
+    def uncommitted(self, run: Store, folder: str) -> str:
+        """An iteration above the tracker's is one whose save has not ended."""
+        known = tracked(run)
+        if known is None or not known.startswith("iter_") or not folder.startswith("iter_"):
+            return ""
+        newest, step = int(known.removeprefix("iter_")), int(folder.removeprefix("iter_"))
+        return f"{TRACKER} says {newest}: its save has not ended" if step > newest else ""
+
+    def checksums(self, store: Store, catalog: Catalog) -> Iterator[Checksum]:
+        for file in catalog.files:
+            with store.open(file.path) as reader:
+                yield from open_archive(reader, file.path).checksums(file.path, file.path)
+
     def lay_out(self, shards: Catalog, options: WriteOptions = WriteOptions()) -> Destination:
         """Every model-parallel rank's files, and a run around them, unless the destination is an iteration's folder."""
         step = shards.extras.common.get("step")
         prefix = target_prefix(shards.where, step if isinstance(step, int) else None)
-        laid = lay_out_parts(shards, prefix)
+        laid = lay_out_parts(shards, prefix, options.facts)
         finish = [(prefix + path, content) for path, content in small_files(shards, set())]
         finish += tracker_of(prefix)
         catalog = Catalog(
@@ -179,7 +192,7 @@ class _Reader:
             model=model,
             names=family,
             extras=extras,
-            facts={"warnings": self.warnings},
+            facts={**(self.state.note or {}).get("facts", {}), "warnings": self.warnings},
             identities={file.path: self.store.identity(file.path) for file in self.files},
         )
         if self.state.note is not None:

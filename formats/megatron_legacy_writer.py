@@ -122,7 +122,7 @@ class _Run:
         return replace(item, key=item.key.removesuffix(rest) + other[0]) if other else item
 
 
-def lay_out_parts(shards: Catalog, prefix: str) -> LaidOut:
+def lay_out_parts(shards: Catalog, prefix: str, facts: Mapping[str, Any]) -> LaidOut:
     """Lay out every rank's files below `prefix`.
 
     Raises:
@@ -133,7 +133,7 @@ def lay_out_parts(shards: Catalog, prefix: str) -> LaidOut:
     parts = parts_of(layout)
     run = _Run.of(shards, layout)
     held, whole, dtypes = _held(shards, layout, parts, roles, run)
-    extras = write_extras(shards, whole, {n: set(r) & set(STATE_ROLES) for n, r in roles.items()})
+    extras = write_extras(shards, whole, {n: set(r) & set(STATE_ROLES) for n, r in roles.items()}, facts)
     rng, _ = rng_lists(shards.extras, layout)
     flat = [_is_flat(one, layout, roles) for one in extras.optimizers]
     buffered = _buffers(shards, layout, extras.optimizers, flat, dtypes, run)

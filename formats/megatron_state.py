@@ -65,6 +65,7 @@ class State:
             "by_coordinate": dict,
             "by_sample": list,
             "layout": str,
+            "facts": dict,
             "optimizers": list,
             "flat": list,
         }
@@ -265,12 +266,18 @@ class Written:
     optimizers: list[Optimizer]
 
 
-def write_extras(shards: Catalog, whole: Mapping[str, LocalTensor], roles: Mapping[str, set[str]]) -> Written:
+def write_extras(
+    shards: Catalog,
+    whole: Mapping[str, LocalTensor],
+    roles: Mapping[str, set[str]],
+    facts: Mapping[str, Any],
+) -> Written:
     """The common state for `shards`, optimizers left to the caller, and RNG and other objects.
 
     Args:
         whole: Names and what they are.
         roles: Optimizer roles of each name.
+        facts: What is known of the origin; kept beside.
     """
     extras, layout = shards.extras, shards.layout or Layout()
     kept = extras.common.get("megatron")
@@ -293,6 +300,7 @@ def write_extras(shards: Catalog, whole: Mapping[str, LocalTensor], roles: Mappi
         "by_coordinate": by_coordinate,
         "by_sample": extras.by_sample,
         "layout": str(layout),
+        "facts": dict(facts),
     }
     common[OURS] = json.dumps({k: v for k, v in note.items() if v or k == "common"}, sort_keys=True)
     optimizers = chain(shards, whole, roles)

@@ -201,6 +201,9 @@ def _look(run: str, name: str, epoch: int, step: int) -> StepInfo:
         if format.marker is not None and not store.exists(format.marker):
             return replace(row, state="unfinished", why=unfinished(row.path, format), format=format.name)
         catalog: Catalog = format.read(store)
+        why = format.uncommitted(stores.open_store(run), name)
+        if why:
+            return replace(row, state="unfinished", why=why, format=format.name)
     except StoreError:
         raise
     except CkptError as error:

@@ -272,6 +272,7 @@ _NAMES: dict[str, str] = {
     "_io": "BytesIO",
     "builtins": "object dict list int float str bool tuple slice",
     "argparse": "Namespace",
+    "collections": "Counter deque",
     "types": "SimpleNamespace",
     "datetime": "datetime date timedelta timezone",
     "functools": "partial",
@@ -281,6 +282,11 @@ _NAMES: dict[str, str] = {
     "uuid": "UUID",
     "numpy": "dtype ndarray",
     **{module: "_reconstruct scalar" for module in _NUMPY},
+    "numpy.core.numeric": "_frombuffer",
+    "numpy._core.numeric": "_frombuffer",
+    "numpy.random._pickle": "__randomstate_ctor __generator_ctor __bit_generator_ctor",
+    "numpy.random._mt19937": "MT19937",
+    "numpy.random._pcg64": "PCG64",
     "torch": "Tensor device Generator " + " ".join(STORAGES),
     "torch.cuda": " ".join(STORAGES),
     "torch.nn.parameter": "Parameter",
@@ -296,7 +302,10 @@ _NAMES: dict[str, str] = {
 }
 """Names that become an `Opaque`, by module."""
 
-_PACKAGES = ("megatron.", "transformer_engine.", "deepspeed.", "apex.", "modelopt.", "bytecheckpoint.")
+_PACKAGES = (
+    "megatron.", "transformer_engine.", "deepspeed.", "apex.", "modelopt.", "bytecheckpoint.", "omegaconf.", "lightning.",
+    "pytorch_lightning.", "transformers.", "accelerate.", "torchtitan.", "nemo.",
+)  # fmt: skip
 """Packages whose classes become an `Opaque`: configuration objects, enumerations, loss scalers."""
 
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
@@ -320,8 +329,14 @@ def lookup(module: str, name: str) -> Global | DType:
     # (`enums.os.system`) would reach modules that the package itself imports.
     if f"{module}.".startswith(_PACKAGES) and all(part.lstrip("_")[:1].isupper() for part in name.split(".")):
         return Global(module, name)
+    module_itself = module.startswith("torch.nn.modules.")
+    hint = (
+        "It holds a whole module: save its state_dict()"
+        if module_itself
+        else "Re-save the checkpoint without that object"
+    )
     raise UnsafeError(
         f"the pickle asks for {module[:80]}.{name[:80]}, which is not data that checkpoints hold; nothing was run. "
-        "Re-save the checkpoint without that object: ckptkit has no option to run foreign code",
+        f"{hint}: ckptkit has no option to run foreign code",
         name=f"{module}.{name}",
     )

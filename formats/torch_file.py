@@ -4,7 +4,7 @@
     checkpoint.pt                       {"model": ..., "optimizer": ..., ...}: with training state
     model-00001-of-00003.pt ...         the same, cut; each file holds its part of the same dictionary
 
-Read are also `.pth` and `.bin` files under any names: a set numbered `-of-`, one file alone, or several that share no key.
+Read are also `.pth`, `.bin` and `.ckpt` files under any names: a set numbered `-of-`, one file alone, or several that share no key.
 No pickle is executed (`ckptkit.formats.pickles`); files of ours load with `torch.load(weights_only=True)`.
 """
 
@@ -37,7 +37,7 @@ from ckptkit.formats.torch_zip import Archive, open_archive
 from ckptkit.formats.torch_zip_writer import skeleton
 from ckptkit.stores.base import Store
 
-_FILE = re.compile(r"(?P<stem>.+?)(?:-(?P<number>\d{5})-of-(?P<count>\d{5}))?\.(?:pt|pth|bin)")
+_FILE = re.compile(r"(?P<stem>.+?)(?:-(?P<number>\d{5})-of-(?P<count>\d{5}))?\.(?:pt|pth|bin|ckpt)")
 _FIRST = ("checkpoint", "model", "pytorch_model", "consolidated")
 """Names of what holds the model, where several files could."""
 _ASIDE = ("optimizer", "scheduler", "training_args", "scaler")
@@ -167,7 +167,7 @@ def _files(store: Store, warnings: list[str]) -> list[str]:
         if match is not None and "/" not in path:
             sets.setdefault((match["stem"], match["count"] or ""), []).append(path)
     if not sets:
-        raise ShardMissingError(f"{store.url} has no .pt, .pth or .bin file", file=store.url)
+        raise ShardMissingError(f"{store.url} has no .pt, .pth, .bin or .ckpt file", file=store.url)
     chosen = [key for stem in _FIRST for key in sets if key[0] == stem][:1]
     if not chosen:
         chosen = [key for key in sets if not key[0].startswith(_ASIDE)] or list(sets)

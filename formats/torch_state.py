@@ -71,6 +71,14 @@ def name_numbered(value: Any, warnings: list[str]) -> Any:
     """
     if not isinstance(value, dict):
         return value
+    many = value.get("optimizer_states")
+    if (
+        isinstance(many, list) and len(many) == 1 and "optimizer" not in value
+    ):  # as Lightning keeps its only optimizer
+        value = {
+            **{key: item for key, item in value.items() if key != "optimizer_states"},
+            "optimizer": many[0],
+        }
     for key in OPTIMIZERS:
         optimizer = value.get(key)
         if not isinstance(optimizer, dict):

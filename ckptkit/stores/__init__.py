@@ -59,7 +59,7 @@ def open_store(url: str) -> Store:
 def is_weight_file(url: str) -> bool:
     """Whether there is one file at `url` that may be a checkpoint alone."""
     path = _path(url)
-    return path.endswith((".pt", ".pth", ".bin")) and os.path.isfile(path)
+    return path.endswith((".pt", ".pth", ".bin", ".ckpt")) and os.path.isfile(path)
 
 
 def is_folder(url: str) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from ckptkit.stores.local import LocalStore
 
-WEIGHTS = (".pt", ".pth", ".bin", ".safetensors", ".index.json", ".distcp")
+WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".index.json", ".distcp")
 """Ends of names of files that hold weights, or tell which files do."""
 
 

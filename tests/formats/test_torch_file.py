@@ -263,3 +263,33 @@ def test_one_file_among_others_is_a_checkpoint(tmp_path: Path) -> None:
     assert gather(tmp_path, found.catalog)["w", "param"].tobytes() == bytes(12)
     with pytest.raises(FormatError, match="no parts of one checkpoint"):
         sources.open(str(tmp_path))
+
+
+def test_a_lightning_checkpoint_is_read(tmp_path: Path) -> None:
+    """`.ckpt` files have `state_dict` and a list of one optimizer; hyper-parameters come along."""
+    model, optimizer = trained(lambda m: torch.optim.AdamW(m.parameters(), lr=0.1))
+    state = {
+        "state_dict": model.state_dict(),
+        "optimizer_states": [optimizer.state_dict()],
+        "epoch": 3,
+        "global_step": 2,
+    }
+    torch.save({**state, "hyper_parameters": {"width": 4}}, tmp_path / "last.ckpt")
+
+    found = sources.open(str(tmp_path / "last.ckpt")).catalog
+    values = gather(tmp_path, found)
+
+    assert {name for name, role in values if role == "param"} == set(model.state_dict())
+    assert values["norm.bias", "exp_avg"].tobytes() == bits(optimizer.state[model.norm.bias]["exp_avg"])
+    assert found.step == 2 and found.extras.common["groups"][0]["lr"] == 0.1
+    assert ["hyper_parameters.width", ["hyper_parameters", "width"], 4] in found.extras.common[
+        "torch_objects"
+    ]
+
+
+def test_a_whole_module_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    """A pickled module is code; its state dict is data."""
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "model.pt")
+
+    with pytest.raises(UnsafeError, match=r"torch\.nn\.modules\.linear\.Linear.*save its state_dict\(\)"):
+        read(tmp_path)

@@ -175,9 +175,7 @@ def experts(
     if not found:
         return []
     states["num_experts"] = [1 + max(e for n, e in found if n == layer) for layer in layers.values()]
-    optimizer = Draft(f"{prefix}expp_rank_0_mp_rank_{mp:02d}_optim_states.pt", rank)
-    optimizer.value = {"optimizer": None}  # the engine opens it; under ZeRO there is nothing in it
-    return [*(found[place] for place in sorted(found)), optimizer]
+    return [found[place] for place in sorted(found)]
 
 
 def shapes_of(groups: Sequence[Group], members: Mapping[str, Member]) -> list[Ordered]:

@@ -165,12 +165,22 @@ def args_of(carried: Any, model: Model | None, layout: Layout) -> Opaque:
         world_size=layout.world,
         use_distributed_optimizer=layout.zero > 0,
     )
-    if layout.stages is not None and len(set(layout.stages)) > 1:
-        fields.update(
-            decoder_first_pipeline_num_layers=layout.stages[0],
-            decoder_last_pipeline_num_layers=layout.stages[-1],
-        )
+    first, last = _ends(layout.stages)
+    for name, value in (
+        ("decoder_first_pipeline_num_layers", first),
+        ("decoder_last_pipeline_num_layers", last),
+        ("pipeline_model_parallel_layout", None),
+    ):
+        if value is not None or name in fields:
+            fields[name] = value
     return Opaque(Global("argparse", "Namespace"), (), fields, True)
+
+
+def _ends(stages: tuple[int, ...] | None) -> tuple[int | None, int | None]:
+    """Layers of the first and the last stage, where those between are alike and these are not."""
+    if stages is None or len(set(stages)) == 1 or len(set(stages[1:-1])) > 1:
+        return None, None
+    return stages[0], stages[-1]
 
 
 def _sizes(model: Model) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ckptkit.formats.base import ReadOptions
 from ckptkit.formats.dcp_metadata import Index, write_index
 from ckptkit.formats.distcp_writer import ItemWriter
 from ckptkit.formats.megatron import MegatronFormat
-from ckptkit.formats.megatron_args import config_of, layout_of
+from ckptkit.formats.megatron_args import args_of, config_of, layout_of
 from ckptkit.formats.megatron_buffers import lay, lay_as
 from ckptkit.formats.megatron_keys import StoredKeys
 from ckptkit.formats.plain import TensorValue
@@ -308,6 +308,18 @@ def test_arguments_tell_the_layout() -> None:
     warnings: list[str] = []
     assert layout_of({**ARGS, "pipeline_model_parallel_layout": "Et*2|t*2L"}, warnings) is None
     assert "--source-layout" in warnings[0]
+
+
+def test_arguments_follow_the_layout() -> None:
+    """Carried arguments get the new layout's degrees and stages; what only the old one had goes."""
+    old = {**ARGS, "decoder_first_pipeline_num_layers": 1, "pipeline_model_parallel_layout": "x", "seed": 7}
+
+    new = args_of(old, None, Layout.parse("tp=4,pp=3:2/1/1,dp=2,zero=1")).attributes
+
+    assert str(layout_of(new, [])) == "tp=4,pp=3:2/1/1,dp=2,zero=1:megatron" and new["seed"] == 7
+    assert layout_of(args_of(old, None, Layout.parse("tp=2,pp=2,dp=2")).attributes, []) == Layout.parse(
+        "tp=2,pp=2,dp=2"
+    )
 
 
 def test_the_tracker_says_which_iteration(tmp_path: Path) -> None:

@@ -16,21 +16,17 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
-
-from ckptkit.core.catalog import ROLES, Catalog, Entries, File
+from ckptkit.core.catalog import ROLES, Catalog, File
 from ckptkit.core.destination import Destination
-from ckptkit.core.dtypes import TABLE, DType
 from ckptkit.core.layouts import Layout
-from ckptkit.core.local import LocalTensor
 from ckptkit.core.names import Names
-from ckptkit.core.schema import STATE_ROLES, Model
+from ckptkit.core.schema import Model
 from ckptkit.errors import FormatError, ShardMissingError
 from ckptkit.formats import model_config
 from ckptkit.formats.base import Checksum, Format, ReadOptions, WriteOptions
 from ckptkit.formats.binding import model_of
 from ckptkit.formats.carried import CarriedFiles, carried
-from ckptkit.formats.chunks import Cut, cut_boxes, plain_local
+from ckptkit.formats.chunks import cut_boxes
 from ckptkit.formats.dcp_metadata import (
     NAME,
     Index,
@@ -43,21 +39,31 @@ from ckptkit.formats.dcp_metadata import (
 from ckptkit.formats.distcp_writer import ItemWriter, path_of
 from ckptkit.formats.megatron_args import config_of
 from ckptkit.formats.megatron_buffers import SLOTS, buffers, local_order
+from ckptkit.formats.megatron_entries import Rows, add_buckets, add_known, flat_objects
 from ckptkit.formats.megatron_flat import bucket_sizes, read_flat
 from ckptkit.formats.megatron_folder import find_iteration, target_prefix, tracked, tracker_of
-from ckptkit.formats.megatron_groups import Optimizer
-from ckptkit.formats.megatron_keys import Address, Numbered, StoredKeys
+from ckptkit.formats.megatron_keys import Numbered, StoredKeys
 from ckptkit.formats.megatron_probe import check_masters
 from ckptkit.formats.megatron_state import (
     COMMON,
-    EXTRA_STATE,
     State,
     read_common,
     read_extras,
     read_objects,
     write_extras,
 )
-from ckptkit.formats.megatron_tensors import Rows, Sorted, add_buckets, add_known, flat_objects, sort_tensors
+from ckptkit.formats.megatron_tensors import Sorted, sort_tensors
+from ckptkit.formats.megatron_writer import (
+    choose_forms,
+    extra_states,
+    optimizer_roles,
+    optimizer_state,
+    small_files,
+    tied,
+    tied_copies,
+    whole_names,
+    write_boxes,
+)
 from ckptkit.formats.torch_zip import open_archive
 from ckptkit.formats.torch_zip_writer import zip_bytes
 from ckptkit.stores.base import Store
@@ -161,7 +167,7 @@ class MegatronFormat(Format):
         roles = optimizer_roles(shards)
         keys = _stored_keys(shards.model, shards.where)
         cut = cut_boxes(shards, whole)
-        copies = _copies(shards, roles)
+        copies = tied_copies(shards, roles)
         extras = write_extras(
             shards,
             {i.key: whole[i.key] for i in shards.locals if i.key not in copies},
@@ -169,11 +175,11 @@ class MegatronFormat(Format):
             options.facts,
         )
         writer = ItemWriter()
-        forms = _forms(cut, keys)
-        for key, value in {**(_extra_states(forms) if keys else {}), **extras.objects}.items():
+        forms = choose_forms(cut, keys)
+        for key, value in {**(extra_states(forms) if keys else {}), **extras.objects}.items():
             writer.object(0, key, [value])
-        _write_boxes(writer, cut, forms, roles, copies)
-        common = {**extras.common, **_optimizer(extras.optimizers), "content_metadata": _CONTENT}
+        write_boxes(writer, cut, forms, roles, copies)
+        common = {**extras.common, **optimizer_state(extras.optimizers), "content_metadata": _CONTENT}
         small = [
             *small_files(shards, {NAME, COMMON, METADATA, *map(path_of, writer.ranks)}),
             (COMMON, zip_bytes(common, "common")),
@@ -309,127 +315,3 @@ def first_right(
     found = make(orders[-1])
     check_masters(store, found)
     return found
-
-
-def tied(names: Names) -> dict[str, str]:
-    """Further names of tied tensors, and the names that they copy."""
-    first = {s.tensor: key for key, item in names.whole.items() for s in item.segments}
-    return {key: first[item.segments[0].tensor] for key, item in names.copies.items()}
-
-
-def whole_names(shards: Catalog) -> dict[str, LocalTensor]:
-    """The family's whole tensors, by name, without padding."""
-    if shards.model is None:
-        return {item.key: plain_local(item.key, item.shape) for item in shards.locals}
-    names = shards.model.names(shards.names)
-    return {**names.copies, **names.unpadded()}
-
-
-def optimizer_roles(shards: Catalog) -> dict[str, set[str]]:
-    """The optimizer roles that each name has."""
-    entries: Entries = shards.entries
-    found: dict[str, set[str]] = {}
-    pairs = np.unique(entries.local.astype(np.int64) * len(ROLES) + entries.role)
-    for local, role in zip(*(part.tolist() for part in np.divmod(pairs, len(ROLES))), strict=True):
-        if ROLES[role] in STATE_ROLES:
-            found.setdefault(shards.locals[local].key, set()).add(ROLES[role])
-    return found
-
-
-def small_files(shards: Catalog, taken: set[str]) -> Iterator[tuple[str, bytes]]:
-    """Files that are carried along. The configuration is in Transformers' terms: Megatron itself has arguments instead."""
-    view = copy.copy(shards)
-    view.names = "transformers"
-    yield from model_config.small_files(view, taken)
-
-
-def _extra_states(forms: Mapping[tuple[str, str], Address]) -> dict[str, None]:
-    """The empty extra state of every module that may ask for one: Megatron refuses to load without."""
-    found: dict[str, None] = {}
-    for (_, role), address in forms.items():
-        module, dot, last = address.key.rpartition(".")
-        if role != "param" or not dot or last != "weight":
-            continue
-        index = ".".join(map(str, address.index)) or "0"
-        shard = f"{EXTRA_STATE}shard_{index}_{'.'.join(map(str, address.sizes)) or '1'}"
-        found[module + shard] = None
-        parent, _, name = module.rpartition(".")
-        if name == "linear_proj":  # attention itself has one too, and no parameter
-            found[f"{parent}.core_attention{shard}"] = None
-    return found
-
-
-def _copies(shards: Catalog, roles: Mapping[str, set[str]]) -> set[str]:
-    """Tied names that are left out: Megatron stores the tensor once, under its first name."""
-    if shards.model is None:
-        return set()
-    stored = {item.key for item in shards.locals}
-    origin = tied(shards.model.names(shards.names))
-    return {k for k, o in origin.items() if o in stored and roles.get(k, set()) <= roles.get(o, set())}
-
-
-def _write_boxes(
-    writer: ItemWriter, cut: Cut, forms: Mapping[tuple[str, str], Address], roles: Mapping[str, set[str]],
-    copies: set[str],
-) -> None:  # fmt: skip
-    """Every box, in the order of ranks, roles and the model."""
-    entries = cut.entries
-    for k in np.lexsort((entries.first, entries.local, entries.role, entries.file)).tolist():
-        name, role = cut.locals[int(entries.local[k])].key, ROLES[entries.role[k]]
-        if name in copies:
-            continue
-        address = forms[name, role]
-        key = address.key
-        if role in STATE_ROLES:
-            key = f"optimizer.state.{_slot(role, roles[name])}.{key}"
-        lead = (1,) * len(address.sizes)
-        writer.box(
-            int(entries.file[k]), k, key, TABLE[entries.dtype[k]], (*address.sizes, *cut.shapes[name]),
-            (*address.index, *cut.start[k]), (*lead, *cut.sizes[k]),
-        )  # fmt: skip
-
-
-def _forms(cut: Cut, keys: StoredKeys | None) -> dict[tuple[str, str], Address]:
-    """Where each name is stored: with its layer and expert as indices where every one of them is there, and alike."""
-    entries = cut.entries
-    held: dict[tuple[str, str], DType] = {}
-    for local, role, dtype in zip(
-        entries.local.tolist(), entries.role.tolist(), entries.dtype.tolist(), strict=True
-    ):
-        held[cut.locals[local].key, ROLES[role]] = TABLE[dtype]
-    if keys is None:
-        return {(name, role): Address(name) for name, role in held}
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name, role in held:
-        for address in keys.written(name):
-            groups.setdefault((address.key, role), []).append(name)
-    found = {}
-    for name, role in held:
-        for address in keys.written(name):
-            names = groups[address.key, role]
-            alike = {(held[n, role], cut.shapes[n]) for n in names}
-            if not address.sizes or (len(names) == len(keys.by_key[address.key]) and len(alike) == 1):
-                found[name, role] = address
-                break
-    return found
-
-
-def _slot(role: str, roles: set[str]) -> str:
-    """What Megatron calls a role: optimizers that are not distributed call the fp32 copy by another name."""
-    if role == "master":
-        return "fp32_param" if "momentum" in roles else "param"
-    return "momentum_buffer" if role == "momentum" else role
-
-
-def _optimizer(optimizers: list[Optimizer]) -> dict[str, Any]:
-    """The optimizers' part of the common state."""
-    made: list[dict[str, Any]] = []
-    for one in optimizers:
-        groups = [fields for fields, _ in one.groups]
-        state: dict[str, Any] = {"optimizer": {"param_groups": groups}}
-        if one.kind == "adamw":
-            state["param_state_sharding_type"] = "fully_reshardable"
-        made.append(state)
-    if not made:
-        return {}
-    return {"optimizer": made[0] if len(made) == 1 else dict(enumerate(made))}

@@ -17,11 +17,12 @@ from ckptkit.errors import LayoutError
 from ckptkit.formats.chunks import plain_local
 from ckptkit.formats.megatron_args import fields_of
 from ckptkit.formats.megatron_buffers import SLOTS, Buffer, Group, buffers, lay, local_order
+from ckptkit.formats.megatron_entries import Rows
 from ckptkit.formats.megatron_groups import Optimizer
 from ckptkit.formats.megatron_keys import Numbered, number_names, spellings
 from ckptkit.formats.megatron_parts import FLAT, STATE, Held, Part, held_by, parts_of
 from ckptkit.formats.megatron_state import OURS, rng_lists, write_extras
-from ckptkit.formats.megatron_tensors import Rows, rule_pads
+from ckptkit.formats.megatron_tensors import rule_pads
 from ckptkit.formats.plain import TensorValue, from_plain
 from ckptkit.formats.standins import Ordered, Storage, StoredTensor
 from ckptkit.formats.torch_zip_writer import skeleton

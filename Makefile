@@ -74,6 +74,8 @@ test-peers: $(PEERS)/.ready
 	OMP_NUM_THREADS=1 $(PEERS)/bin/python -m pytest -m peers tests/peers
 
 # Triton stays beside the environment, not in it: nothing else may come to depend on it.
+# Where benchmarks/reshard.py writes some 30 GB; a folder on the disk to measure.
+BENCH_DIR ?= build/bench
 KERNELS := build/kernels
 
 $(KERNELS)/.ready: requirements-kernels.lock | $(READY)
@@ -89,9 +91,9 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(READY)
-	@set -e; found=; for file in benchmarks/bench_*.py; do \
-	  [ -e "$$file" ] || continue; found=1; echo "== $$file"; $(BIN)/python "$$file"; done; \
-	[ -n "$$found" ] || echo "there is no benchmarks/bench_*.py"
+	$(BIN)/python benchmarks/start.py
+	$(BIN)/python benchmarks/plan_scale.py
+	$(BIN)/python benchmarks/reshard.py $(BENCH_DIR)
 
 # Resolves all versions afresh but keeps torch and transformers, whose formats the tests know by version.
 lock:

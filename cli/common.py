@@ -53,7 +53,7 @@ config_option = click.option(
     "--config",
     type=PLACE,
     metavar="DIR",
-    help="Folder or file with the model's configuration, where SRC has none.",
+    help="Folder or file with the model's configuration, where the source has none.",
 )
 only_option = click.option(
     "--only",

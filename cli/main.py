@@ -166,7 +166,7 @@ def _print_version(ctx: click.Context, parameter: click.Parameter, value: bool) 
 def cli(ctx: click.Context) -> None:
     """Open, plan, reshard, verify and compare checkpoints of any layout and format.
 
-    A checkpoint is a folder or an fsspec URL; a step of a run is RUN@1200 or RUN@latest.
+    A checkpoint is a folder, by path or file:// URL; a step of a run is RUN@1200 or RUN@latest.
     """
     if os.environ.get("NO_COLOR"):
         ctx.color = False

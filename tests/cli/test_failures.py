@@ -115,7 +115,12 @@ def test_a_signal_ends_a_command_with_exit_code_5_and_no_traceback(number: signa
     assert process.stdout.readline() == "ready\n"
 
     process.send_signal(number)
-    _, err = process.communicate(timeout=20)
+    try:
+        _, err = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
 
     assert process.returncode == 5
     assert err.strip() == "interrupted: run the same command again to go on"

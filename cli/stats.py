@@ -26,6 +26,7 @@ def stats(url: str, sick: bool, as_json: bool, **options: Any) -> None:
 
     with Progress("reading") as progress:
         report = ops.stats(url, progress=progress, **options)
+    read = len(report.tensors)
     if sick:
         report.tensors = [row for row in report.tensors if f"{row.tensor}/{row.role}" in set(report.sick)]
     if as_json:
@@ -62,7 +63,7 @@ def stats(url: str, sick: bool, as_json: bool, **options: Any) -> None:
         )
     if table.rows:
         table.echo()
-    number = f"{show.plural(len(report.tensors), 'tensor')} in {show.duration(report.seconds)}"
+    number = f"{show.plural(read, 'tensor')} in {show.duration(report.seconds)}"
     names = show.shorten(", ".join(report.sick), 300)
     notes(
         [

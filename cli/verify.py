@@ -55,8 +55,12 @@ def _print(report: "VerifyReport") -> None:
         click.echo()
     show.fields([("checked", "\n".join(report.checked)), ("not checked", "\n".join(report.not_checked))])
     rate = show.rate(report.bytes_checked / report.seconds) if report.seconds > 0 else ""
-    read = f"{show.nbytes(report.bytes_checked)} in {show.duration(report.seconds)}"
-    pace = f"{read} ({rate})" if report.bytes_checked and rate else read
+    took = show.duration(report.seconds)
+    pace = (
+        f"{show.nbytes(report.bytes_checked)} in {took} ({rate})"
+        if report.bytes_checked and rate
+        else f"in {took}"
+    )
     if report.fault_count:
         show.say(f"{show.style(show.plural(report.fault_count, 'fault'), 'red')} in {report.url}: {pace}")
     else:

@@ -132,7 +132,11 @@ def steps(run: str) -> Steps:
                 )
             )
     rows.sort(key=lambda row: (row.epoch, row.step, row.temporary, row.name))
-    return Steps(run, [replace(row, age_s=max(row.age_s, 0.0)) for row in rows], _skews(rows))
+    warnings = _skews(rows)
+    itself = "" if rows else _itself(run)
+    if itself:
+        warnings.append(f"{run} holds no step{itself}")
+    return Steps(run, [replace(row, age_s=max(row.age_s, 0.0)) for row in rows], warnings)
 
 
 def newest(run: str, *, quick: bool = False, progress: Progress | None = None) -> Newest:
@@ -149,7 +153,7 @@ def newest(run: str, *, quick: bool = False, progress: Progress | None = None) -
     candidates = step_folders(run)
     if not candidates:
         raise FormatError(
-            f"{run} holds no step (folders such as step-00001200.e3); nothing was ever committed there",
+            f"{run} holds no step (folders such as step-00001200.e3){_itself(run) or '; nothing was ever committed there'}",
             file=run,
         )
     passed: list[StepInfo] = []
@@ -169,6 +173,12 @@ def latest(run: str, *, quick: bool = False) -> str:
     if found.path is None:
         raise FormatError(found.summary(), file=run)
     return found.path
+
+
+def _itself(run: str) -> str:
+    """What to say where a checkpoint was given instead of the run that holds it."""
+    format = registry.looks_like(stores.open_store(run))
+    return f", but it is a {format.name} checkpoint itself; its run is the folder above it" if format else ""
 
 
 def _number(name: str) -> tuple[int, int] | None:

@@ -181,3 +181,13 @@ def test_a_row_tells_what_a_step_is(tmp_path: Path) -> None:
     )  # fmt: skip
     assert row.nbytes == sum(file.stat().st_size for file in step.iterdir())
     assert row.files == len(list(step.iterdir())) and 0 <= row.age_s < 600
+
+
+def test_a_checkpoint_given_as_a_run_is_told_apart(small: str) -> None:
+    """Whoever names a step instead of its run learns so, and not that nothing was ever saved."""
+    with pytest.raises(FormatError, match="it is a native checkpoint itself; its run is the folder above"):
+        ops.newest(small)
+
+    assert ops.steps(small).warnings == [
+        f"{small} holds no step, but it is a native checkpoint itself; its run is the folder above it"
+    ]

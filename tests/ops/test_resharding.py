@@ -93,8 +93,14 @@ def test_every_pair_of_formats_works(
 def test_training_state_survives_every_format_with_ranks(
     tmp_path: Path, trained: str, name: str, layout: str
 ) -> None:
-    """Moments, momentum, masters, groups and step: there and back again."""
-    there = ops.reshard(trained, str(tmp_path / "there"), to=name, layout=layout, drop_extras=True).url
+    """Moments, momentum, masters, groups and step: there and back again, without expert parallelism where a format refuses it."""
+    try:
+        there = ops.reshard(trained, str(tmp_path / "there"), to=name, layout=layout, drop_extras=True).url
+    except LayoutError as refused:
+        assert name == "deepspeed" and "cannot hold ep=2" in str(refused)
+        assert not list(tmp_path.iterdir())
+        layout = layout.replace("ep=2,", "")
+        there = ops.reshard(trained, str(tmp_path / "there"), to=name, layout=layout, drop_extras=True).url
     back = ops.reshard(there, str(tmp_path / "back"), to="native", layout=TRAINED).url
 
     report = ops.diff(trained, back)

@@ -11,7 +11,7 @@ PATTERNS = (
 )  # fmt: skip
 """Files of the root that are carried. Python files are those of models with code of their own; they are copied, never run."""
 
-NOT_CARRIED = ("*.index.json", "manifest.json", "metadata.json", "trainer_state.json")
+NOT_CARRIED = ("*.index.json", "manifest.json", "metadata.json", "trainer_state.json", "zarr.json")
 """What describes the files of one checkpoint, and would be wrong beside others."""
 
 LARGEST = 64 << 20

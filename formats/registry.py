@@ -15,6 +15,7 @@ _HOMES = {
     "dcp": "dcp:DcpFormat",
     "deepspeed-universal": "deepspeed_universal:DeepSpeedUniversalFormat",
     "deepspeed": "deepspeed:DeepSpeedFormat",
+    "zarr": "zarr_v3:ZarrFormat",
     "hf": "hf:HfFormat",
     "hub": "hub:HubFormat",
     "torch": "torch_file:TorchFormat",

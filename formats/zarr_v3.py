@@ -1,0 +1,266 @@
+"""zarr v3: a group of uncompressed arrays, readable with zarr-python and others.
+
+    model/<name>/zarr.json, c/0/0 ...                 weights
+    optimizer/<role>/<name>/zarr.json, c/0/0 ...      masters and moments
+    zarr.json                                         the root group, written last
+
+The root's attribute `ckptkit` holds the extras, and digests of every other file (`ckptkit.formats.zarr_root`). A root without it
+was written by something else: then every array below it is read, under its path with dots.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import xxhash
+
+from ckptkit.core.catalog import ROLE_CODE, ROLES, Catalog, Entries, Extras, File
+from ckptkit.core.destination import Destination, Written
+from ckptkit.core.dtypes import TABLE
+from ckptkit.core.layouts import Layout
+from ckptkit.core.schema import STATE_ROLES
+from ckptkit.errors import CkptError, CorruptionError, FormatError, LayoutError, ShardMissingError
+from ckptkit.formats import model_config
+from ckptkit.formats.base import Format, ReadOptions, WriteOptions
+from ckptkit.formats.binding import model_of
+from ckptkit.formats.carried import carried
+from ckptkit.formats.chunks import Locals, bind_names, family_of, plain_local, plain_tensor
+from ckptkit.formats.model_config import small_files
+from ckptkit.formats.native_manifest import load_json
+from ckptkit.formats.stored_keys import sort_keys
+from ckptkit.formats.zarr_arrays import NODE, Array, array_json, parse_array, regions
+from ckptkit.formats.zarr_root import Root, node_bytes
+from ckptkit.stores.base import Store
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]|^\.|^__")
+_LONGEST = 255
+"""Bytes of a file's name in most file systems."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """An array as what it is: a name and a role, `param` for every weight."""
+
+    name: str
+    role: str
+    array: Array
+
+
+class ZarrFormat(Format):
+    """Whole tensors, one array each; with a model, under the names of Transformers."""
+
+    name: ClassVar[str] = "zarr"
+    names: ClassVar[str] = "transformers"
+    any_names: ClassVar[bool] = True
+    roles: ClassVar[tuple[str, ...]] = ROLES
+    extras: ClassVar[bool] = True
+    marker: ClassVar[str | None] = NODE
+
+    def detect(self, store: Store) -> bool:
+        if not store.exists(NODE):
+            return False
+        try:
+            node = load_json(NODE, store.read(NODE))
+        except CkptError:
+            return True  # reading says what is wrong
+        return isinstance(node, dict) and node.get("node_type") != "array"
+
+    def read(self, store: Store, options: ReadOptions = ReadOptions()) -> Catalog:
+        warnings: list[str] = []
+        if not store.exists(NODE):
+            raise FormatError(
+                f"{store.url} has no {NODE}, which is written last: its writing was not finished", file=NODE
+            )
+        root = Root.parse(store.url, store.read(NODE))
+        files = carried(store, warnings)
+        model = model_of(model_config.read_config(files, options, store.url), options, store.url)
+        known = {key for f in model.families for key in model.names(f).keys} if model is not None else set()
+        arrays = _arrays(store, root)
+        held = _ours(arrays) if root is not None else _foreign(arrays, known, warnings)
+        shapes = {one.name: one.array.shape for one in held}
+        if model is not None:
+            family = family_of(model, shapes, store.url)
+            bound = bind_names(model, family, shapes, store.url, warnings)
+            tensors: Mapping[str, Any] = model.tensors
+        else:
+            family = "stored"
+            bound = {name: plain_local(name, shape) for name, shape in shapes.items()}
+            tensors = {name: plain_tensor(name, shape) for name, shape in shapes.items()}
+        paths = [path for path in store.files() if path.rpartition("/")[2] != NODE and "/" in path]
+        sizes = dict(zip(paths, map(store.size, paths), strict=True))
+        number: dict[str, int] = {}
+        locals_ = Locals()
+        table = []
+        for one in held:
+            if one.name not in bound:
+                continue
+            item, array = bound[one.name], one.array
+            role = ROLE_CODE[tensors[item.segments[0].tensor].kind if one.role == "param" else one.role]
+            if 0 in array.shape:
+                file = number.setdefault(f"{array.path}/{NODE}", len(number))
+                table.append((file, locals_.whole(item), role, array.dtype.code, 0, 0, 0))
+            for region in regions(store, array, sizes):
+                file = number.setdefault(region.file, len(number))
+                local, first, last = locals_.chunk(item, region.start, region.sizes, region.strides)
+                table.append((file, local, role, array.dtype.code, first, last, region.offset))
+        extras, facts = Extras(), {}
+        if root is not None:
+            extras = Extras(dict(root.common), dict(root.by_coordinate), list(root.by_sample))
+            facts = dict(root.facts)
+        extras.files = files
+        listed = [File(path, sizes[path] if path in sizes else store.size(path), 0, 0) for path in number]
+        return Catalog(
+            format=self.name, where=store.url, tensors=tensors, locals=locals_.items, files=listed,
+            entries=Entries(*np.asarray(table, np.int64).reshape(-1, 7).T), layout=Layout(), model=model, names=family,
+            extras=extras, facts={**facts, "warnings": warnings},
+            leaves=(lambda k: root.leaves(listed[k].path, listed[k].size)) if root is not None else None,
+            identities={path: store.identity(path) for path in [NODE, *number]},
+        )  # fmt: skip
+
+    def problems(self, store: Store, catalog: Catalog) -> Iterable[CkptError]:
+        """Files carried along that are not what was written."""
+        root = Root.parse(store.url, store.read(NODE))
+        for path, digest in root.carried.items() if root is not None else ():
+            try:
+                if xxhash.xxh3_128_hexdigest(store.read(path)) != digest:
+                    yield CorruptionError(
+                        f"{path} in {store.url} is not what was written: its digest differs", file=path
+                    )
+            except CkptError as error:
+                yield error
+
+    def lay_out(self, shards: Catalog, options: WriteOptions = WriteOptions()) -> Destination:
+        """Whole arrays; one that is larger than `max_shard_size` is cut between rows, in chunks of equal size."""
+        entries = shards.entries
+        sizes = np.asarray([item.size for item in shards.locals], np.int64)
+        if shards.layout is not None and shards.layout.world != 1:
+            raise LayoutError(
+                f"format zarr holds whole tensors, not those of {shards.layout.world} ranks; leave out --layout"
+            )
+        if len(entries) and (entries.first.any() or (entries.last != sizes[entries.local]).any()):
+            raise LayoutError("format zarr holds whole tensors, not runs of them")
+        files: list[File] = []
+        nodes: dict[str, bytes] = {}
+        rows: list[tuple[int, int, int, int, int, int]] = []
+        for k in np.lexsort((entries.local, entries.role)).tolist():
+            item, dtype = shards.locals[int(entries.local[k])], TABLE[entries.dtype[k]]
+            role = ROLES[entries.role[k]]
+            path = _path(item.key, role)
+            chunk = tuple(max(n, 1) for n in item.shape)
+            row = dtype.itemsize * int(np.prod(chunk[1:], dtype=object))
+            if chunk and row * chunk[0] > options.max_shard_size:
+                chunk = (max(1, options.max_shard_size // row), *chunk[1:])
+            ours = {"dtype": dtype.name, "name": item.key, "role": role if role in STATE_ROLES else "param"}
+            nodes[f"{path}/{NODE}"] = node_bytes(array_json(item.shape, dtype, chunk, ours))
+            code = int(entries.local[k]), int(entries.role[k]), int(entries.dtype[k])
+            if item.size == 0:
+                rows.append((-1, *code, 0, 0))
+                continue
+            step = row // dtype.itemsize * chunk[0] if chunk else 1
+            for number, first in enumerate(range(0, item.size, step)):
+                key = "/".join(["c", str(number), *["0"] * (len(chunk) - 1)]) if chunk else "c"
+                rows.append((len(files), *code, first, min(first + step, item.size)))
+                files.append(File(f"{path}/{key}", step * dtype.itemsize, 0, 0))
+        table = np.asarray(rows, np.int64).reshape(-1, 6)
+        if len(table) and not files:  # nothing has bytes, but entries have a file
+            files.append(File(f"{next(iter(nodes)).removesuffix(NODE)}c/0", 0, 0, 0))
+        table[table[:, 0] < 0, 0] = 0
+        for group in {"/".join(path.split("/")[:n]) for path in nodes for n in (1, 2)} - _parents(nodes):
+            nodes[f"{group}/{NODE}"] = node_bytes({"zarr_format": 3, "node_type": "group", "attributes": {}})
+        small = dict(small_files(shards, {NODE, "model", "optimizer"}))
+        root = Root.of(shards, options.facts, nodes, small)
+        root.check()
+        catalog = Catalog(
+            format=self.name, where=shards.where, tensors=shards.tensors, locals=shards.locals, files=files,
+            entries=Entries(*table.T), layout=shards.layout, model=shards.model, names=shards.names, extras=shards.extras,
+            facts=shards.facts,
+        )  # fmt: skip
+
+        def finish(written: Sequence[Written]) -> Iterable[tuple[str, bytes]]:
+            yield from nodes.items()
+            yield from small.items()
+            yield NODE, root.to_bytes(written)
+
+        return Destination(catalog=catalog, digests=True, finish=finish)
+
+
+def _parents(nodes: Mapping[str, bytes]) -> set[str]:
+    """Folders that are arrays, not groups."""
+    return {path.rpartition("/")[0] for path in nodes}
+
+
+def _path(key: str, role: str) -> str:
+    """The array of a name: what file systems or zarr would take otherwise is written as in URLs."""
+    name = _UNSAFE.sub(lambda match: "".join(f"%{byte:02X}" for byte in match[0].encode()), key)
+    if not name or len(name) > _LONGEST:
+        raise LayoutError(f"format zarr cannot name a folder after {key[:80]!r}", tensor=key)
+    return f"optimizer/{role}/{name}" if role in STATE_ROLES else f"model/{name}"
+
+
+def _arrays(store: Store, root: Root | None) -> list[Array]:
+    """Every array: those that our root lists, or all below the folder.
+
+    Raises:
+        ShardMissingError: one that is listed is absent.
+        CorruptionError: one is not what was written.
+    """
+    if root is None:
+        paths = [path for path in store.files() if path.endswith("/" + NODE)]
+    else:
+        paths = list(root.nodes)
+
+    def load(path: str) -> Array | None:
+        if not store.exists(path):
+            raise ShardMissingError(f"{path} is missing in {store.url}; fetch it again", file=path)
+        data = store.read(path)
+        if root is not None and xxhash.xxh3_128_hexdigest(data) != root.nodes[path]:
+            raise CorruptionError(
+                f"{path} in {store.url} is not what was written: its digest differs", file=path
+            )
+        node = load_json(path, data)
+        if not isinstance(node, dict) or node.get("zarr_format") != 3:
+            raise FormatError(f"{path} in {store.url} is no metadata of zarr v3", file=path)
+        if node.get("node_type") == "group":
+            return None
+        return parse_array(path.removesuffix("/" + NODE), node)
+
+    with ThreadPoolExecutor(max(1, min(store.parallel, len(paths)))) as pool:
+        return [array for array in pool.map(load, paths) if array is not None]
+
+
+def _ours(arrays: Sequence[Array]) -> list[_Held]:
+    """Arrays as their attributes say."""
+    held = []
+    seen: set[tuple[str, str]] = set()
+    for array in arrays:
+        name, role = array.ours.get("name"), array.ours.get("role")
+        if not isinstance(name, str) or role not in ("param", *STATE_ROLES) or (name, role) in seen:
+            raise FormatError(
+                f"{array.path}/{NODE} says that it is {role!r} of {str(name)[:80]!r}",
+                file=f"{array.path}/{NODE}",
+            )
+        seen.add((name, role))
+        held.append(_Held(name, role, array))
+    return held
+
+
+def _foreign(arrays: Sequence[Array], known: set[str], warnings: list[str]) -> list[_Held]:
+    """Arrays of other writers: keys are paths with dots."""
+    by_key: dict[str, Array] = {}
+    for array in arrays:
+        key = array.path.replace("/", ".")
+        if key in by_key:
+            raise FormatError(
+                f"{by_key[key].path} and {array.path} have the same name {key}", file=array.path
+            )
+        by_key[key] = array
+    paths: dict[str, tuple[str | int, ...]] = {key: tuple(a.path.split("/")) for key, a in by_key.items()}
+    keys = sort_keys(by_key, (), paths, known)
+    left = [*keys.unknown, *keys.extras]
+    if left:
+        warnings.append(f"{len(left)} arrays belong to no parameter and were left out, such as {left[0]}")
+    held = [_Held(name, "param", by_key[key]) for name, key in keys.weights.items()]
+    return held + [_Held(name, role, by_key[key]) for (name, role), key in keys.state.items()]

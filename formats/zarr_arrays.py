@@ -128,8 +128,8 @@ def regions(store: Store, array: Array, sizes: Mapping[str, int]) -> Iterator[Re
         FormatError: a file has another size than its chunk.
         CorruptionError: an index does not match its checksum.
     """
-    grid = [range(-(-n // c)) for n, c in zip(array.shape, array.chunk, strict=True)]
-    for index in product(*grid):
+    counts = tuple(-(-n // c) for n, c in zip(array.shape, array.chunk, strict=True))
+    for index in _indices(counts) if 0 not in counts else ():
         path = _chunk_path(array, index)
         start = tuple(k * c for k, c in zip(index, array.chunk, strict=True))
         if path not in sizes:
@@ -204,6 +204,16 @@ def _inner(reader: Reader, path: str, array: Array, sharding: Sharding, origin: 
     taken.sort()
     if any(b - a < want for a, b in pairwise(taken)):
         raise FormatError(f"inner chunks of {path} overlap; it was not written by one save", file=path)
+
+
+def _indices(counts: _Shape) -> Iterator[_Shape]:
+    """Every index of a grid, one at a time: metadata may promise any number, and the first absent chunk ends it."""
+    if not counts:
+        yield ()
+        return
+    for k in range(counts[0]):
+        for rest in _indices(counts[1:]):
+            yield k, *rest
 
 
 def _chunk_path(array: Array, index: _Shape) -> str:

@@ -92,8 +92,8 @@ def test_a_missing_chunk_is_an_error_with_its_name(tmp_path: Path) -> None:
 
 
 def test_huge_shapes_of_no_chunks_fail_at_once(tmp_path: Path) -> None:
-    """Metadata that promises 10^16 chunks is refused at the first that is absent, and 10^30 elements by their number."""
-    array(tmp_path, [10**8, 10**8], [1, 1], [BYTES])
+    """Metadata that promises 10^17 chunks is refused at the first that is absent, and 10^30 elements by their number."""
+    array(tmp_path, [10**15, 100], [1, 1], [BYTES])
     with pytest.raises(ShardMissingError, match="w/c/0/0"):
         weights(tmp_path)
 

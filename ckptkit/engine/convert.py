@@ -58,6 +58,21 @@ def convert(bits: Array, source: int, destination: int) -> Array:
     return made.view(f"V{other.itemsize}")
 
 
+def overflows(bits: Array, source: int, made: Array, destination: int) -> int:
+    """How many finite values are not finite any more in `made`, the result of `convert` (infinity, or NaN in types without it)."""
+    one, other = TABLE[source], TABLE[destination]
+    if other.kind != "f" or (one.kind == "f" and _largest(one) <= _largest(other)):
+        return 0
+    with np.errstate(all="ignore"):  # signalling NaNs
+        before = np.isfinite(np.ascontiguousarray(bits).view(_NUMPY[one.name]))
+        after = np.isfinite(np.ascontiguousarray(made).view(_NUMPY[other.name]))
+    return int(np.count_nonzero(before & ~after))
+
+
+def _largest(dtype: DType) -> float:
+    return float(ml_dtypes.finfo(_NUMPY[dtype.name]).max)
+
+
 def _to_float32(values: Array) -> Array:
     """float32 values that round to any type of at most 11 significant bits as `values` do.
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.core.catalog import LEAF
-from ckptkit.engine.convert import convert
+from ckptkit.engine.convert import convert, overflows
 from ckptkit.engine.digests import Hasher, digest
 from ckptkit.engine.schedule import Schedule
 from ckptkit.engine.sources import FileChecks, Sources
@@ -51,6 +51,7 @@ class Worker:
         self.scratch = Buffer(_SCRATCH)
         self.free: list[Buffer] = []
         self.bytes_in = 0
+        self.overflows = 0
         self.open: dict[int, Buffer] = {}
         self.sources: dict[int, _Held] = {}
 
@@ -202,7 +203,7 @@ class Mover:
             self.sources.check_leaf(held.file, checks, leaf, digest(view[: stop - start]), parts.entry(begin))
         for part in range(begin, end):
             slab = slabs[parts.slab[part]]
-            self._move(parts, part, self._open(slab, worker), slab.start, worker.scratch, low)
+            self._move(parts, part, self._open(slab, worker), slab.start, worker, low)
 
     def _read_direct(
         self,
@@ -250,8 +251,9 @@ class Mover:
             self.sources.check_leaf(held.file, held.checks, leaf, found, parts.entry(begin))
 
     def _move(
-        self, parts: "_TaskParts", part: int, buffer: Buffer, slab_start: int, scratch: Buffer, low: int
+        self, parts: "_TaskParts", part: int, buffer: Buffer, slab_start: int, worker: Worker, low: int
     ) -> None:
+        scratch = worker.scratch
         src = parts.src[part] - low
         dst = GUARD + parts.dst[part] - slab_start
         if parts.flat[part]:
@@ -261,7 +263,10 @@ class Mover:
         shape, src_strides, dst_strides, src_item, dst_item, cast = parts.nest(part)
         source: Bytes = np.ndarray(shape, src_item, scratch.memory, src, src_strides)
         if cast is not None:
-            source = convert(np.ascontiguousarray(source), *cast).reshape(shape)
+            bits = np.ascontiguousarray(source)
+            made = convert(bits, *cast)
+            worker.overflows += overflows(bits, cast[0], made, cast[1])
+            source = made.reshape(shape)
         target: Bytes = np.ndarray(shape, dst_item, buffer.memory, dst, dst_strides)
         self.put(target, source, parts.row[part])
 

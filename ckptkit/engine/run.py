@@ -48,6 +48,7 @@ class RunResult:
         reused_bytes: Of these, durable since an earlier run that was interrupted.
         cloned_bytes: Of these, shared with the source's files by the file system.
         compared_bytes: Bytes of replicas that were compared.
+        overflows: Finite values that a cast by this run made infinite or NaN.
         checked_leaves: Leaves of the source that were compared with their digests.
         direct: Whether writes bypassed the page cache.
         threads, slab_bytes: As chosen.
@@ -61,6 +62,7 @@ class RunResult:
     reused_bytes: int = 0
     cloned_bytes: int = 0
     compared_bytes: int = 0
+    overflows: int = 0
     checked_leaves: int = 0
     direct: bool = False
     threads: int = 0
@@ -240,6 +242,11 @@ class _Job:
             journal.start(durable or [])
             cloned = copy_unchanged(self.plan, destination, self.copies, self.sources, outputs)
             self._assemble(outputs, journal, shape, cloned, sync_every_s)
+            if result.overflows:
+                result.notes.append(
+                    f"{result.overflows:,} finite values lie beyond the range of the type they were cast to, and became "
+                    "infinite or NaN; choose a wider --dtype to keep them"
+                )
             outputs.apply_fixups()
             outputs.sync_all()
             self.sources.check_unchanged()
@@ -306,6 +313,7 @@ class _Job:
             )
         finally:
             self.result.bytes_in += sum(worker.bytes_in for worker in workers)
+            self.result.overflows += sum(worker.overflows for worker in workers)
             self.result.checked_leaves = self.sources.checked
 
     def _shape(self, direct: bool) -> _Shape:

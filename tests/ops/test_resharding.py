@@ -283,6 +283,25 @@ def test_state_keeps_its_dtype(tmp_path: Path, trained: str) -> None:
         ops.reshard(trained, str(tmp_path / "b"), dtype="int8")
 
 
+def test_values_beyond_the_range_of_a_type_are_counted(tmp_path: Path) -> None:
+    """float16 ends at 65,504: what lies above becomes infinite, and a user learns how many values did."""
+    truth = reference.random_truth(reference.tiny_zaya(), "canonical", param="float32")
+    weights = truth.values["layers.0.attn.q", "param"].view(np.float32)
+    weights[...] = 1.0
+    weights.flat[:3] = 1e30, -7e4, np.inf  # the last was infinite before
+    truth.values["layers.0.attn.k", "param"].view(np.float32)[...] = 65_504.0
+    for (name, role), array in truth.values.items():
+        if role == "param" and name not in ("layers.0.attn.q", "layers.0.attn.k"):
+            array.view(np.float32)[...] = 0.5
+    reference.write(NativeFormat(), truth, tmp_path / "a", "tp=2")
+
+    wide = ops.reshard(str(tmp_path / "a"), str(tmp_path / "b"), dtype="bfloat16")
+    narrow = ops.reshard(str(tmp_path / "a"), str(tmp_path / "c"), dtype="float16")
+
+    assert not [note for note in wide.notes if "became" in note]
+    assert [note for note in narrow.notes if note.startswith("2 finite values lie beyond the range")]
+
+
 def test_masters_are_made_from_parameters_only_when_asked(tmp_path: Path) -> None:
     """A master is in float32 what its parameter is in bfloat16; every trained tensor gets one."""
     made = make(tmp_path / "a", optimizer="none")

@@ -63,10 +63,13 @@ def overflows(bits: Array, source: int, made: Array, destination: int) -> int:
     one, other = TABLE[source], TABLE[destination]
     if other.kind != "f" or (one.kind == "f" and _largest(one) <= _largest(other)):
         return 0
+    values = np.ascontiguousarray(bits).view(_NUMPY[one.name])
     with np.errstate(all="ignore"):  # signalling NaNs
-        before = np.isfinite(np.ascontiguousarray(bits).view(_NUMPY[one.name]))
-        after = np.isfinite(np.ascontiguousarray(made).view(_NUMPY[other.name]))
-    return int(np.count_nonzero(before & ~after))
+        limit = _largest(other)
+        if not values.size or (-limit <= values.min() and values.max() <= limit):  # a NaN is neither
+            return 0
+        gone = ~np.isfinite(np.ascontiguousarray(made).view(_NUMPY[other.name]))
+        return int(np.count_nonzero(np.isfinite(values[gone])))
 
 
 def _largest(dtype: DType) -> float:

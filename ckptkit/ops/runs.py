@@ -16,6 +16,7 @@ from ckptkit.formats import registry
 from ckptkit.formats.base import Format
 from ckptkit.ops.reports import Progress, Report, nbytes_text
 from ckptkit.ops.sizes import total_nbytes
+from ckptkit.stores.durable import UNFINISHED
 
 NAMES = tuple(
     re.compile(pattern)
@@ -27,7 +28,6 @@ NAMES = tuple(
         r"global_step(?P<step>[0-9]+)",  # DeepSpeed
     )
 )
-_TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]+(?:\.replaced)?\.unfinished")
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def steps(run: str) -> Steps:
     """
     rows = [_look(run, name, epoch, step) for epoch, step, name in step_folders(run)]
     for name in stores.folders(run):
-        match = _TEMPORARY.fullmatch(name)
+        match = UNFINISHED.fullmatch(name)
         number = _number(match["name"]) if match else None
         if number is not None:
             row = _measure(run, name, *number)

@@ -16,7 +16,7 @@ from ckptkit.core.catalog import Catalog, Extras
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.layouts import Layout
 from ckptkit.core.local import LocalTensor
-from ckptkit.errors import FormatError, LayoutError
+from ckptkit.errors import LayoutError
 from ckptkit.formats.dcp_metadata import Index, Item
 from ckptkit.formats.optimizer_groups import (
     canonical_groups,
@@ -25,7 +25,7 @@ from ckptkit.formats.optimizer_groups import (
     step_of,
     torch_fields,
 )
-from ckptkit.formats.plain import TensorValue, from_plain, scalar
+from ckptkit.formats.plain import TensorValue, from_plain, own_json, scalar
 from ckptkit.formats.stored_keys import Keys, clean
 
 OURS = "ckptkit"
@@ -147,23 +147,7 @@ def read_extras(
 def _own(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
-    try:
-        found = json.loads(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise FormatError(f"the object {OURS!r} of the checkpoint is no JSON: {error}") from None
-    shape = {
-        "common": dict,
-        "by_coordinate": dict,
-        "by_sample": list,
-        "groups": list,
-        "layout": str,
-        "facts": dict,
-    }
-    if not isinstance(found, dict) or any(
-        not isinstance(found[k], t) for k, t in shape.items() if k in found
-    ):
-        raise FormatError(f"the object {OURS!r} of the checkpoint is not what ckptkit writes")
-    return found
+    return own_json(value, f"the object {OURS!r} of the checkpoint", groups=list)
 
 
 def _groups(

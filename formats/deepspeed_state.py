@@ -24,7 +24,7 @@ from ckptkit.formats.optimizer_groups import (
     step_of,
     torch_fields,
 )
-from ckptkit.formats.plain import TensorValue, from_plain, scalar
+from ckptkit.formats.plain import TensorValue, from_plain, own_json, scalar
 from ckptkit.formats.standins import Global, Opaque
 
 OURS = "ckptkit"
@@ -47,16 +47,7 @@ def note_of(file: StateFile) -> dict[str, Any] | None:
     text = file.value.get(OURS)
     if text is None:
         return None
-    try:
-        found = json.loads(text)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise FormatError(f"the note {OURS!r} of {file.path} is no JSON: {error}", file=file.path) from None
-    shape = {"common": dict, "by_coordinate": dict, "by_sample": list, "layout": str}
-    if not isinstance(found, dict) or any(
-        not isinstance(found[k], t) for k, t in shape.items() if k in found
-    ):
-        raise FormatError(f"the note {OURS!r} of {file.path} is not what ckptkit writes", file=file.path)
-    return found
+    return own_json(text, f"the note {OURS!r} of {file.path}", file.path)
 
 
 def layout_of(note: Mapping[str, Any], where: str) -> Layout | None:

@@ -19,7 +19,7 @@ from ckptkit.formats.dcp_items import load_objects
 from ckptkit.formats.dcp_metadata import Index
 from ckptkit.formats.megatron_args import args_of, fields_of, layout_of
 from ckptkit.formats.megatron_groups import Optimizer, canonical, chain
-from ckptkit.formats.plain import from_plain, scalar, to_plain
+from ckptkit.formats.plain import from_plain, own_json, scalar, to_plain
 from ckptkit.formats.standins import StoredTensor
 from ckptkit.formats.torch_zip import open_archive
 from ckptkit.stores.base import Store
@@ -56,24 +56,7 @@ class State:
         text = self.fields.get(OURS)
         if text is None:
             return None
-        try:
-            found = json.loads(text)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise FormatError(f"the note {OURS!r} of the checkpoint is no JSON: {error}") from None
-        shape = {
-            "common": dict,
-            "by_coordinate": dict,
-            "by_sample": list,
-            "layout": str,
-            "facts": dict,
-            "optimizers": list,
-            "flat": list,
-        }
-        if not isinstance(found, dict) or any(
-            not isinstance(found[k], t) for k, t in shape.items() if k in found
-        ):
-            raise FormatError(f"the note {OURS!r} of the checkpoint is not what ckptkit writes")
-        return found
+        return own_json(text, f"the note {OURS!r} of the checkpoint", optimizers=list, flat=list)
 
     def layout(self, warnings: list[str]) -> Layout | None:
         """The layout that the checkpoint was written in, where it tells."""

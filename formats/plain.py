@@ -15,6 +15,7 @@ Anything else is itself. Objects and names are those of `ckptkit.formats.standin
 """
 
 import base64
+import json
 import math
 import struct
 from collections.abc import Callable
@@ -184,4 +185,29 @@ def scalar(value: Any) -> int | float | bool | None:
         "b": {1: "?"},
     }.get(dtype.kind, {}).get(dtype.itemsize)
     found: int | float | bool | None = struct.unpack("<" + letter, data)[0] if letter else None
+    return found
+
+
+def own_json(text: Any, what: str, file: str = "", /, **more: type) -> dict[str, Any]:
+    """What ckptkit noted as JSON in a format that has no place for it.
+
+    Args:
+        text: The note as it was found.
+        what: What it is, for messages.
+        file: The file it is in, where that is known.
+        more: Fields of the format's own and their types; those that every note may have are known.
+
+    Raises:
+        FormatError: it is no JSON, no object, or a field has another type.
+    """
+    where = {"file": file} if file else {}
+    try:
+        found = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise FormatError(f"{what} is no JSON: {error}", **where) from None
+    shape = {"common": dict, "by_coordinate": dict, "by_sample": list, "layout": str, "facts": dict, **more}
+    if not isinstance(found, dict) or any(
+        not isinstance(found[k], t) for k, t in shape.items() if k in found
+    ):
+        raise FormatError(f"{what} is not what ckptkit writes", **where)
     return found

@@ -104,8 +104,11 @@ def test_kill_at_any_moment(tmp_path) -> None:
         assert np.array_equal(data, want)
     shutil.rmtree(job.out)
 
-    reused = ended = 0
-    for _ in range(KILLS):
+    reused = ended = kills = 0
+    while kills < KILLS or (
+        reused <= job.total and kills < 10 * KILLS
+    ):  # a busy machine may need more moments
+        kills += 1
         child = job.fork()
         time.sleep(rng.random() * reference.seconds * 1.1)
         os.kill(child, signal.SIGKILL)
@@ -124,8 +127,8 @@ def test_kill_at_any_moment(tmp_path) -> None:
         assert sorted(os.listdir(tmp_path)) == ["out", "src"]
         shutil.rmtree(job.out)
 
-    assert ended < KILLS
-    assert reused > 0  # how much depends on the moments; what is durable at a given one: the test below
+    assert ended < kills
+    assert reused > job.total  # more than a whole result was not written twice
 
 
 def test_durable_segments_are_not_written_again(tmp_path) -> None:

@@ -165,7 +165,7 @@ def test_many_tensors_are_fast() -> None:
     header = parse_header("x", len(content) + 64 * 50_000, content[8:])
 
     assert len(header.names) == 50_000
-    assert time.process_time() - start < 20
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize("dtype", TABLE, ids=str)

@@ -34,6 +34,7 @@ from ckptkit.formats.native_manifest import (
     NAME,
     Manifest,
     RankFile,
+    about,
     check_extras,
     digests_name,
     extras_bytes,
@@ -209,11 +210,14 @@ def _finish(
     index_hash = xxhash.xxh3_128_digest(index)
     incarnation = str(facts.get("incarnation", ""))
     epoch = int(facts.get("epoch") or 0)
+    model = catalog.model
+    schema, config = (model.schema.id, model.config) if model is not None else (None, None)
+    said = about(layout, catalog.names, schema, config)
     listed = []
     for number, file in enumerate(catalog.files):
         leaves = by_path[file.path].leaves
         assert leaves is not None, f"{file.path} was written without digests"
-        extras = extras_bytes(catalog.extras, layout, file.rank)
+        extras = extras_bytes(catalog.extras, layout, file.rank, said)
         extras_digest = xxhash.xxh3_128_digest(extras)
         digests = RankDigests(
             data_start=file.data_start, data_size=file.size - file.data_start, header=headers.digest(number),
@@ -224,10 +228,8 @@ def _finish(
         yield digests_name(file.path), digests.to_bytes()
         listed.append(RankFile(file.path, file.size, digests.content.hex(), extras_digest.hex()))
     yield INDEX, index
-    model = catalog.model
     manifest = Manifest(
-        index=index_hash.hex(), files=listed, layout=layout, names=catalog.names,
-        schema=model.schema.id if model is not None else None, model=model.config if model is not None else None,
+        index=index_hash.hex(), files=listed, layout=layout, names=catalog.names, schema=schema, model=config,
         step=catalog.step, epoch=epoch, incarnation=incarnation, lineage=list(facts.get("lineage", [])),
     )  # fmt: skip
     yield NAME, manifest.to_bytes()

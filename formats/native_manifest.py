@@ -18,6 +18,7 @@ from ckptkit.core.layouts import Layout
 from ckptkit.errors import CorruptionError, FormatError, LayoutError, UnsafeError
 from ckptkit.formats.carried import check_names
 from ckptkit.formats.native_columns import RANK_FILE, file_name
+from ckptkit.formats.native_digests import RankDigests
 from ckptkit.stores.base import Store
 
 NAME = "manifest.json"
@@ -179,8 +180,11 @@ def digests_name(file: str) -> str:
     return file.removesuffix(".safetensors") + ".digests"
 
 
-def extras_bytes(extras: Extras, layout: Layout, rank: int) -> bytes:
+def extras_bytes(extras: Extras, layout: Layout, rank: int, about: Mapping[str, Any] | None = None) -> bytes:
     """The `.extras` file of one rank: what belongs to its coordinate, and on rank 0 all that belongs to none.
+
+    Args:
+        about: Of `about`. On rank 0 it is carried along, so that rank files, digests and extras are enough to make the manifest.
 
     Raises:
         LayoutError: a value is no plain JSON, or a coordinate is none of the layout's.
@@ -192,12 +196,72 @@ def extras_bytes(extras: Extras, layout: Layout, rank: int) -> bytes:
     if rank == 0:
         plain |= {"common": extras.common, "by_sample": extras.by_sample}
         plain["files"] = {name: _as_json(data) for name, data in extras.files.items()}
+        if about is not None:
+            plain["about"] = dict(about)
     try:
         return json.dumps(
             plain, sort_keys=True, allow_nan=False, ensure_ascii=False, separators=(",", ":")
         ).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise LayoutError(f"extras of rank {rank} are no plain JSON: {error}") from None
+
+
+def about(layout: Layout, names: str, schema: str | None, model: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a manifest says about the whole checkpoint that no digest file says; the same for every step of a layout."""
+    return {"layout": str(layout), "names": names, "schema": schema, "model": model}
+
+
+def manifest_of(
+    path: str, extras: bytes, digests: Sequence[RankDigests], lineage: Sequence[Any] = ()
+) -> Manifest:
+    """The manifest of rank files that lie somewhere without one.
+
+    Args:
+        path: For messages.
+        extras: The `.extras` of rank 0, compared with its digest here.
+        digests: Of all ranks, in order.
+
+    Raises:
+        FormatError: ranks are missing or belong to different checkpoints, or rank 0's extras do not describe the checkpoint.
+        CorruptionError: the extras are not those that rank 0's digests name.
+    """
+    first = digests[0]
+    ours = [(d.rank, d.world, d.index, d.step, d.epoch, d.incarnation) for d in digests]
+    if ours != [
+        (rank, len(digests), first.index, first.step, first.epoch, first.incarnation)
+        for rank in range(first.world)
+    ]:
+        raise FormatError(
+            f"{path}: its {len(digests)} digest files are not those of all ranks of one step", file=path
+        )
+    if xxhash.xxh3_128_digest(extras) != first.extras:
+        raise CorruptionError(
+            f"{path}: the extras of rank 0 are not what was written: their digest differs", file=path
+        )
+    plain = load_json(path, extras)
+    try:
+        said = plain["about"]
+        found = Manifest(
+            index=first.index.hex(),
+            files=[
+                RankFile(file_name(d.rank), d.data_start + d.data_size, d.content.hex(), d.extras.hex())
+                for d in digests
+            ],
+            layout=Layout.parse(said["layout"]),
+            names=said["names"],
+            schema=said["schema"],
+            model=said["model"],
+            step=first.step,
+            epoch=first.epoch,
+            incarnation=first.incarnation.hex() if any(first.incarnation) else "",
+            lineage=list(lineage),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise FormatError(
+            f"{path}: the extras of rank 0 do not say what the checkpoint is ({error!r})", file=path
+        ) from None
+    found._check(path)
+    return found
 
 
 def check_extras(extras: Extras, layout: Layout) -> None:

@@ -30,7 +30,9 @@ from ckptkit.errors import (
 from ckptkit.formats.base import ReadOptions, WriteOptions
 from ckptkit.formats.native import NativeFormat, parse_step_dir, step_dir
 from ckptkit.formats.native_columns import Columns
+from ckptkit.formats.native_digests import RankDigests
 from ckptkit.formats.native_index import index_bytes
+from ckptkit.formats.native_manifest import Manifest, digests_name, manifest_of
 from ckptkit.formats.native_ranks import columns_of_ranks
 from ckptkit.formats.reference import TOY, Truth, gather, random_truth, same, stored_truth, toy, write
 from ckptkit.formats.suite import FormatSuite
@@ -440,3 +442,19 @@ def test_columns_leave_out_what_is_not_stored() -> None:
     destination = NativeFormat().lay_out(shards(truth.names, Layout(), held, truth.tensors))
 
     assert [tensor.name for tensor in Columns.of(destination.catalog).tensors] == ["norm"]
+
+
+def test_the_manifest_can_be_made_from_digests_and_extras(tmp_path: Path) -> None:
+    """Rank 0's extras and all digest files give the manifest back, so that shards kept elsewhere need none of their own."""
+    made(tmp_path, LAYOUT)
+    store = LocalStore(tmp_path)
+    whole = Manifest.read(store)
+    digests = [RankDigests.parse("d", store.read(digests_name(file.path))) for file in whole.files]
+
+    again = manifest_of("here", store.read("rank-00000.extras"), digests, whole.lineage)
+
+    assert again.to_bytes() == (tmp_path / "manifest.json").read_bytes()
+    with pytest.raises(FormatError, match="not those of all ranks"):
+        manifest_of("here", store.read("rank-00000.extras"), digests[:-1])
+    with pytest.raises(CorruptionError, match="extras of rank 0"):
+        manifest_of("here", store.read("rank-00001.extras"), digests)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ckptkit.core.catalog import Catalog
+from ckptkit.core.catalog import Catalog, Checksum
 from ckptkit.core.destination import Destination
 from ckptkit.core.layouts import Layout
 from ckptkit.core.schema import Schema
@@ -32,17 +32,6 @@ class WriteOptions:
 
     max_shard_size: int = 5_000_000_000
     facts: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Checksum:
-    """A CRC-32 that a file states of its own bytes `[start, stop)`; `what` is in it, for messages."""
-
-    path: str
-    start: int
-    stop: int
-    crc32: int
-    what: str
 
 
 class Format(ABC):

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from ckptkit.core import zero
-from ckptkit.core.catalog import ROLE_CODE, ROLES, Catalog, Entries, File
+from ckptkit.core.catalog import ROLE_CODE, ROLES, Catalog, Checksum, Entries, File
 from ckptkit.core.destination import Destination
 from ckptkit.core.dtypes import TABLE
 from ckptkit.core.layouts import Layout
@@ -22,7 +22,7 @@ from ckptkit.core.local import LocalTensor
 from ckptkit.core.schema import STATE_ROLES, Tensor
 from ckptkit.errors import CoverageError, FormatError
 from ckptkit.formats import dcp_safetensors, model_config
-from ckptkit.formats.base import Checksum, Format, ReadOptions, WriteOptions
+from ckptkit.formats.base import Format, ReadOptions, WriteOptions
 from ckptkit.formats.binding import model_of
 from ckptkit.formats.carried import carried
 from ckptkit.formats.chunks import (

@@ -15,14 +15,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ckptkit.core.catalog import ROLES, Catalog
+from ckptkit.core.catalog import ROLES, Catalog, Checksum
 from ckptkit.core.destination import Destination
 from ckptkit.core.dtypes import DType
 from ckptkit.core.layouts import Layout
 from ckptkit.core.names import Names, Placement, StoredNames
 from ckptkit.core.schema import STATE_ROLES
 from ckptkit.errors import CkptError, LayoutError
-from ckptkit.formats.base import Checksum, Format, ReadOptions, WriteOptions
+from ckptkit.formats.base import Format, ReadOptions, WriteOptions
 from ckptkit.formats.deepspeed_folder import (
     LATEST,
     StateFile,

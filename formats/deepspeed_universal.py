@@ -19,14 +19,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ckptkit.core.boxes import row_major_strides
-from ckptkit.core.catalog import ROLE_CODE, ROLES, Catalog, Entries, File
+from ckptkit.core.catalog import ROLE_CODE, ROLES, Catalog, Checksum, Entries, File
 from ckptkit.core.destination import Destination
 from ckptkit.core.layouts import Layout
 from ckptkit.core.local import LocalTensor
 from ckptkit.core.schema import STATE_ROLES, Model, Tensor
 from ckptkit.errors import FormatError, LayoutError, ShardMissingError
 from ckptkit.formats import model_config
-from ckptkit.formats.base import Checksum, Format, ReadOptions, WriteOptions
+from ckptkit.formats.base import Format, ReadOptions, WriteOptions
 from ckptkit.formats.binding import model_of
 from ckptkit.formats.chunks import Locals, bind_names, plain_local
 from ckptkit.formats.deepspeed_folder import LATEST, StateFile, carried_files, find_step, open_all

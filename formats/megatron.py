@@ -16,14 +16,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from ckptkit.core.catalog import ROLES, Catalog, File
+from ckptkit.core.catalog import ROLES, Catalog, Checksum, File
 from ckptkit.core.destination import Destination
 from ckptkit.core.layouts import Layout
 from ckptkit.core.names import Names
 from ckptkit.core.schema import Model
 from ckptkit.errors import FormatError, ShardMissingError
 from ckptkit.formats import model_config
-from ckptkit.formats.base import Checksum, Format, ReadOptions, WriteOptions
+from ckptkit.formats.base import Format, ReadOptions, WriteOptions
 from ckptkit.formats.binding import model_of
 from ckptkit.formats.carried import CarriedFiles, carried
 from ckptkit.formats.chunks import cut_boxes

@@ -12,10 +12,10 @@ Source: Megatron-LM, `megatron/training/checkpointing.py`.
 from collections.abc import Iterator
 from typing import ClassVar
 
-from ckptkit.core.catalog import Catalog
+from ckptkit.core.catalog import Catalog, Checksum
 from ckptkit.core.destination import Destination
 from ckptkit.errors import ShardMissingError
-from ckptkit.formats.base import Checksum, Format, ReadOptions, WriteOptions
+from ckptkit.formats.base import Format, ReadOptions, WriteOptions
 from ckptkit.formats.megatron_folder import TRACKER, find_iteration, target_prefix, tracked, tracker_of
 from ckptkit.formats.megatron_legacy_reader import Reader
 from ckptkit.formats.megatron_legacy_writer import lay_out_parts

@@ -16,14 +16,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ckptkit.core.boxes import row_major_strides
-from ckptkit.core.catalog import ROLE_CODE, ROLES, Catalog, Entries, File
+from ckptkit.core.catalog import ROLE_CODE, ROLES, Catalog, Checksum, Entries, File
 from ckptkit.core.destination import Destination, Fixup, Literal
 from ckptkit.core.dtypes import TABLE
 from ckptkit.core.layouts import Layout
 from ckptkit.core.schema import STATE_ROLES
 from ckptkit.errors import FormatError, LayoutError, ShardMissingError
 from ckptkit.formats import model_config
-from ckptkit.formats.base import Checksum, Format, ReadOptions, WriteOptions
+from ckptkit.formats.base import Format, ReadOptions, WriteOptions
 from ckptkit.formats.binding import model_of
 from ckptkit.formats.carried import carried
 from ckptkit.formats.chunks import Locals, bind_names, family_of, plain_local, plain_tensor, ties

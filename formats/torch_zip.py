@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptkit.core.catalog import Checksum
 from ckptkit.errors import CorruptionError, FormatError, UnsafeError
 from ckptkit.formats import pickles
-from ckptkit.formats.base import Checksum
 from ckptkit.formats.standins import StoredTensor
 from ckptkit.stores.base import Reader
 

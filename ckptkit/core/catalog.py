@@ -28,7 +28,7 @@ from ckptkit.errors import FormatError
 
 __all__ = [
     "I64", "ITEMSIZE", "LEAF", "ROLES", "ROLE_CODE", "U8", "U32",
-    "Catalog", "Entries", "Extras", "File", "Leaves", "Pieces", "Segments", "is_weight",
+    "Catalog", "Checksum", "Entries", "Extras", "File", "Leaves", "Pieces", "Segments", "is_weight",
 ]  # fmt: skip
 
 I64 = npt.NDArray[np.int64]
@@ -58,6 +58,17 @@ class Leaves:
     data_start: int
     size: int
     digests: npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """A CRC-32 that a file states of its own bytes `[start, stop)`; `what` is in it, for messages."""
+
+    path: str
+    start: int
+    stop: int
+    crc32: int
+    what: str
 
 
 @dataclass(slots=True)

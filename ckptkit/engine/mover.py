@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.core.catalog import LEAF
+from ckptkit.engine.checks import FileChecks
 from ckptkit.engine.convert import convert, overflows
-from ckptkit.engine.digests import Hasher, digest
 from ckptkit.engine.schedule import Schedule
-from ckptkit.engine.sources import FileChecks, Sources
+from ckptkit.engine.sources import Sources
 from ckptkit.stores.base import Reader
 
 PAGE = 4096
@@ -200,7 +200,7 @@ class Mover:
         worker.bytes_in += high - low
         if leaf >= 0:
             assert checks is not None
-            self.sources.check_leaf(held.file, checks, leaf, digest(view[: stop - start]), parts.entry(begin))
+            checks.see(leaf, [view[: stop - start]], parts.entry(begin))
         for part in range(begin, end):
             slab = slabs[parts.slab[part]]
             self._move(parts, part, self._open(slab, worker), slab.start, worker, low)
@@ -240,15 +240,8 @@ class Mover:
         held.reader.scatter(first, views)
         worker.bytes_in += position - first
         if leaf >= 0:
-            if len(views) == 1:
-                found = digest(views[0])
-            else:
-                hasher = Hasher()
-                for view in views:
-                    hasher.update(view)
-                found = hasher.digest()
             assert held.checks is not None
-            self.sources.check_leaf(held.file, held.checks, leaf, found, parts.entry(begin))
+            held.checks.see(leaf, views, parts.entry(begin))
 
     def _move(
         self, parts: "_TaskParts", part: int, buffer: Buffer, slab_start: int, worker: Worker, low: int

@@ -9,7 +9,6 @@ import threading
 import numpy as np
 
 from ckptkit.core.copies import Copies
-from ckptkit.engine.digests import digest
 from ckptkit.engine.mover import GUARD, Buffer, Bytes, Mover, Slab
 from ckptkit.engine.schedule import Schedule
 from ckptkit.engine.sources import Sources
@@ -36,8 +35,7 @@ class Comparer(Mover):
         checks = self.sources.checks(slab.file)
         leaf = -1 if checks is None else checks.due(slab.start)
         if checks is not None and leaf >= 0:
-            found = digest(view[: checks.stop - slab.start])
-            self.sources.check_leaf(slab.file, checks, leaf, found, self._entry(slab))
+            checks.see(leaf, [view[: checks.stop - slab.start]], self._entry(slab))
 
     def _entry(self, slab: Slab) -> int:
         """An entry of the slab's file that a pair refers to, for messages."""

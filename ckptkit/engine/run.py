@@ -8,14 +8,14 @@ checkpoint, and after it the result is whole.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ckptkit.core.catalog import LEAF
+from ckptkit.core.catalog import LEAF, Checksum
 from ckptkit.core.copies import Copies, copies_into, replica_pairs
 from ckptkit.core.destination import Destination, Written
 from ckptkit.core.dtypes import TABLE
@@ -94,6 +94,7 @@ def run(
     overwrite: bool = False,
     progress: Progress | None = None,
     verify_source: bool = True,
+    sums: Iterable[Checksum] = (),
     sync_every_s: float = 1.0,
 ) -> RunResult:
     """Write the destination of `plan` at `target`, which appears whole or not at all.
@@ -114,6 +115,7 @@ def run(
         progress: Called on this thread about ten times a second with bytes done and in all.
         verify_source: Compare every leaf that is read with its digest, where the source has digests. Files that are
             copied whole are checked too; their digests are taken over.
+        sums: Checksums that the source's files state of themselves: those of ranges that are read are compared.
         sync_every_s: At most about so much work is lost when the machine stops.
 
     Raises:
@@ -133,7 +135,7 @@ def run(
     copies = copies_into(plan)
     _check_casts(copies)
     pairs = replica_pairs(plan) if replicas == "check" else None
-    sources = Sources(source_store, plan.source, verify=verify_source)
+    sources = Sources(source_store, plan.source, verify=verify_source, sums=sums)
     job = _Job(
         plan,
         destination,
@@ -249,6 +251,7 @@ class _Job:
                 )
             outputs.apply_fixups()
             outputs.sync_all()
+            self.sources.judge_sums()
             self.sources.check_unchanged()
             result.written = outputs.result()
             result.bytes_out = self.total

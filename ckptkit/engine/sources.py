@@ -1,15 +1,19 @@
-"""The source while it is read: open files, leaf digests checked at first read, and whether anything changed meanwhile."""
+"""The source while it is read: open files, bytes checked at first read, and whether anything changed meanwhile."""
 
 import resource
 import threading
-from collections import OrderedDict
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Generic, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.core.catalog import LEAF, Catalog, Leaves
+from ckptkit.core.catalog import LEAF, Catalog, Checksum, Leaves
+from ckptkit.engine.checks import FileChecks, LeafChecks, RangeChecks
+from ckptkit.engine.executor import usable_cpus
 from ckptkit.errors import CorruptionError, FormatError
 from ckptkit.stores.base import Reader, Store
 
@@ -62,61 +66,66 @@ class OpenFiles(Generic[T]):
                 self._files.popitem()[1][0].close()
 
 
-class FileChecks:
-    """The digests of one source file, and which of its leaves were compared.
-
-    Attributes:
-        leaves: As the catalog gives them; leaf `k` starts at `start + k * LEAF`.
-        start, stop: Of the bytes that have digests.
-        done: A byte a leaf: whether it was compared.
-    """
-
-    __slots__ = ("done", "expected", "leaves", "start", "stop")
-
-    def __init__(self, leaves: Leaves) -> None:
-        self.leaves = leaves
-        self.start, self.stop = leaves.data_start, leaves.data_start + leaves.size
-        self.expected = leaves.digests.tobytes()
-        self.done = bytearray(len(leaves.digests))
-
-    def due(self, start: int) -> int:
-        """The leaf that starts at byte `start`, if it is still to be compared; else -1."""
-        leaf, rest = divmod(start - self.start, LEAF)
-        return leaf if not rest and 0 <= leaf < len(self.done) and not self.done[leaf] else -1
-
-
 class Sources:
     """The files of a source catalog.
 
     Args:
-        verify: Whether leaves are compared with their digests where the catalog has any.
+        verify: Whether bytes are compared with digests and checksums, where there are any.
+        sums: Checksums that the files state of themselves.
     """
 
-    def __init__(self, store: Store, catalog: Catalog, *, verify: bool) -> None:
-        self.store, self.catalog = store, catalog
-        self.verify = verify and catalog.leaves is not None
+    def __init__(
+        self, store: Store, catalog: Catalog, *, verify: bool, sums: Iterable[Checksum] = ()
+    ) -> None:
+        self.store, self.catalog, self.verify = store, catalog, verify
+        self._sums: dict[str, list[Checksum]] = defaultdict(list)
+        for one in sums if verify else ():
+            self._sums[one.path].append(one)
         self.files: OpenFiles[Reader] = OpenFiles(lambda number: store.open(catalog.files[number].path))
         self._lock = threading.Lock()
         self._checks: dict[int, FileChecks | None] = {}
         self.identities: dict[int, str] = {}
 
     def checks(self, number: int) -> FileChecks | None:
-        """A file's digests and which of its leaves were compared so far; None where there is nothing to compare."""
+        """What a file's bytes are compared with, and how far; None where there is nothing to compare."""
         if not self.verify:
             return None
         if number in self._checks:
             return self._checks[number]
         with self._lock:
             if number not in self._checks:
-                assert self.catalog.leaves is not None
-                found = self.catalog.leaves(number)
-                self._checks[number] = None if found is None else FileChecks(found)
+                self._checks[number] = self._make_checks(number)
             return self._checks[number]
+
+    def _make_checks(self, number: int) -> FileChecks | None:
+        file = self.catalog.files[number]
+        leaves = None if self.catalog.leaves is None else self.catalog.leaves(number)
+        if leaves is not None:
+            return LeafChecks(leaves, partial(self._wrong_leaf, number, leaves))
+        if file.path in self._sums:
+            return RangeChecks(file.data_start, file.size, self._sums[file.path])
+        return None
 
     @property
     def checked(self) -> int:
         """Leaves that were compared with their digests."""
-        return sum(found.done.count(1) for found in self._checks.values() if found is not None)
+        return sum(found.done.count(1) for found in self._checks.values() if isinstance(found, LeafChecks))
+
+    def judge_sums(self) -> None:
+        """Compare the checksums of everything that was read, and of all that is small, with what the files state.
+
+        Raises CorruptionError for the first that differs.
+        """
+        known = {self.catalog.files[number].path: found for number, found in self._checks.items()}
+
+        def judge(path: str) -> None:
+            checks = known.get(path) or RangeChecks(0, 0, self._sums[path])
+            if isinstance(checks, RangeChecks):
+                with self.store.open(path) as reader:
+                    checks.judge(reader)
+
+        with ThreadPoolExecutor(usable_cpus(), "sums") as pool:
+            list(pool.map(judge, self._sums))
 
     def note_identities(self, numbers: npt.NDArray[np.integer]) -> None:
         """Remember what the files are now. Raises FormatError when one differs from when its header was read."""
@@ -141,24 +150,17 @@ class Sources:
             file=path,
         )
 
-    def check_leaf(self, number: int, checks: FileChecks, leaf: int, digest: bytes, entry: int) -> None:
-        """Compare the digest of a leaf just read; `entry` is what it was read for, for the message.
-
-        Raises CorruptionError.
-        """
-        expected = checks.expected[16 * leaf : 16 * leaf + 16]
-        if digest != expected:
-            path = self.catalog.files[number].path
-            raise CorruptionError(
-                f"leaf {leaf} of {path} in {self.catalog.where} ({self.describe(entry, checks.leaves, leaf)}): xxh3 is "
-                f"{digest.hex()}, its digest file says {expected.hex()}. The file changed after it was written; load "
-                "another copy or an earlier step, or repair it",
-                file=path,
-                leaf=leaf,
-                expected=expected.hex(),
-                found=digest.hex(),
-            )
-        checks.done[leaf] = 1
+    def _wrong_leaf(self, number: int, leaves: Leaves, leaf: int, digest: bytes, entry: int) -> NoReturn:
+        path, expected = self.catalog.files[number].path, leaves.digests[leaf].tobytes()
+        raise CorruptionError(
+            f"leaf {leaf} of {path} in {self.catalog.where} ({self.describe(entry, leaves, leaf)}): xxh3 is "
+            f"{digest.hex()}, its digest file says {expected.hex()}. The file changed after it was written; load "
+            "another copy or an earlier step, or repair it",
+            file=path,
+            leaf=leaf,
+            expected=expected.hex(),
+            found=digest.hex(),
+        )
 
     def describe(self, entry: int, leaves: Leaves, leaf: int) -> str:
         """The piece of an entry that lies in a leaf."""

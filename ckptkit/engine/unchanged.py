@@ -14,6 +14,7 @@ from ckptkit.core.catalog import LEAF
 from ckptkit.core.copies import Copies
 from ckptkit.core.destination import Destination
 from ckptkit.core.plan import Plan
+from ckptkit.engine.checks import LeafChecks
 from ckptkit.engine.digests import digest
 from ckptkit.engine.sources import Sources
 from ckptkit.engine.writer import Outputs
@@ -125,7 +126,9 @@ def _take_digests(
         view = buffer[: min(LEAF, size - offset)]
         reader.readinto(offset, view)
         value = digest(view)
-        if checks is not None and checks.start == origin:
-            sources.check_leaf(source, checks, leaf, value, entry)
+        if isinstance(checks, LeafChecks) and checks.start == origin:
+            checks.compare(leaf, value, entry)
+        elif checks is not None and checks.due(offset) >= 0:
+            checks.see(checks.due(offset), [view], entry)
         if want:
             outputs.set_digest(number, leaf, value)

@@ -5,7 +5,6 @@ its slabs are written and the file was synced, which a thread of its own does ab
 """
 
 import threading
-import zlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
@@ -17,7 +16,7 @@ import numpy.typing as npt
 from ckptkit.core.catalog import LEAF, Leaves
 from ckptkit.core.destination import Destination, Fixup, Written
 from ckptkit.engine import checksums
-from ckptkit.engine.digests import digest
+from ckptkit.engine.digests import crc32, digest
 from ckptkit.engine.grids import Grid
 from ckptkit.engine.journal import Durable, Journal
 from ckptkit.engine.mover import GUARD, Buffer, Mover, Slab
@@ -137,7 +136,7 @@ class Outputs:
                 if fixup.start >= slab.stop:
                     break
                 if low < high:
-                    found.append((number, low, high, zlib.crc32(data[low - slab.start : high - slab.start])))
+                    found.append((number, low, high, crc32(data[low - slab.start : high - slab.start])))
             if found:
                 with self._lock:
                     self.sums[segment].extend(found)

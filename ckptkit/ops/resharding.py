@@ -9,7 +9,6 @@ from ckptkit.core.layouts import Layout
 from ckptkit.engine.run import run
 from ckptkit.errors import CkptError, CorruptionError, StoreError
 from ckptkit.ops.checks import obstacle
-from ckptkit.ops.checksums import check_sums_read
 from ckptkit.ops.planning import PlanReport, report_on
 from ckptkit.ops.preparing import Job, Options, prepare
 from ckptkit.ops.reports import Progress, Report, count_text, duration_text, nbytes_text
@@ -151,10 +150,7 @@ def execute(job: Job, progress: Progress | None, began: float) -> ReshardResult:
         raise StoreError(blocked, file=job.target)
     report = report_on(job, probe=False, schedule=False)
     source = job.source
-    # Digests of leaves are compared on the way; checksums of whole members are compared before.
-    if source.catalog.leaves is None and source.format is not None:
-        sums = source.format.checksums(source.store, source.catalog)
-        check_sums_read(source.store, sums, job.plan, threads=job.options.threads)
+    sums = () if source.format is None else source.format.checksums(source.store, source.catalog)
     done = run(
         job.plan,
         job.destination,
@@ -166,6 +162,7 @@ def execute(job: Job, progress: Progress | None, began: float) -> ReshardResult:
         restart=job.options.restart,
         overwrite=job.options.overwrite,
         progress=progress,
+        sums=sums,
     )
     report.over_read = max(1.0, done.bytes_in / report.bytes_in) if report.bytes_in else 1.0
     report.bytes_in = done.bytes_in

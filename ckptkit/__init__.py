@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
+    from ckptkit.hooks import Checkpointer
     from ckptkit.ops import diff, inspect, latest, open, plan, reshard, stats, synth, verify
 
 __all__ = [
+    "Checkpointer",
     "__version__",
     "diff",
     "inspect",
@@ -30,7 +32,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = _version() if name == "__version__" else getattr(import_module("ckptkit.ops"), name)
+    if name == "__version__":
+        value = _version()
+    else:
+        value = getattr(import_module("ckptkit.hooks" if name == "Checkpointer" else "ckptkit.ops"), name)
     globals()[name] = value
     return value
 

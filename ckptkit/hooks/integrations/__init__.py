@@ -1,0 +1,1 @@
+"""Frameworks: small modules that call `Checkpointer` where a trainer calls nothing itself."""

@@ -1,0 +1,1 @@
+"""The node cache: the latest checkpoint stays in the memory of every node."""

@@ -4,7 +4,7 @@ A plan keeps pairs of piece numbers; boxes are recomputed where they are needed 
 the chosen source pieces are disjoint, and for each destination piece the volumes of its overlaps with them add up to its own.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -99,22 +99,25 @@ class Plan:
 
 
 def resolve(
-    source: Mapping[Key, DType], wanted: Iterable[Key], *, master_from_param: bool = False
+    source: Mapping[Key, DType], wanted: Mapping[Key, DType], *, master_from_param: bool = False
 ) -> dict[Key, Key]:
     """Which source key each wanted key is made from (design: roles resolve by rule).
 
-    A parameter comes from the parameter, else from its master copy. A master copy comes from the master, else from a
-    float32 parameter, else from any parameter when `master_from_param`.
+    A parameter comes from the parameter, else from its master copy; and from the master copy also where more bits are
+    wanted than the parameter has, since widening what was rounded only appends zeros. A master copy comes from the
+    master, else from a float32 parameter, else from any parameter when `master_from_param`.
 
     Raises:
         CoverageError: a wanted key has no source.
     """
     found: dict[Key, Key] = {}
     missing: list[Key] = []
-    for tensor, role in wanted:
+    for (tensor, role), dtype in wanted.items():
         options = [(tensor, role)]
         if role == "param":
-            options.append((tensor, "master"))
+            param = source.get((tensor, "param"))
+            wider = param is not None and dtype.is_float and dtype.itemsize > param.itemsize
+            options.insert(0 if wider else 1, (tensor, "master"))
         elif role == "master":
             param = source.get((tensor, "param"))
             if param is not None and (param.name == "float32" or master_from_param):

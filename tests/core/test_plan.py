@@ -36,33 +36,38 @@ def stored(
 @pytest.mark.parametrize(
     ("source", "wanted", "origin"),
     [
-        ({"param": BF16, "master": F32}, "param", "param"),
-        ({"master": F32}, "param", "master"),
-        ({"param": BF16, "master": F32}, "master", "master"),
-        ({"param": F32}, "master", "param"),
-        ({"param": BF16, "exp_avg": F32}, "exp_avg", "exp_avg"),
+        ({"param": BF16, "master": F32}, {"param": BF16}, "param"),
+        ({"param": BF16, "master": F32}, {"param": F32}, "master"),
+        ({"param": BF16}, {"param": F32}, "param"),
+        ({"master": F32}, {"param": BF16}, "master"),
+        ({"param": BF16, "master": F32}, {"master": F32}, "master"),
+        ({"param": F32}, {"master": F32}, "param"),
+        ({"param": BF16, "exp_avg": F32}, {"exp_avg": F32}, "exp_avg"),
     ],
 )
-def test_roles_resolve_by_rule(source: dict, wanted: str, origin: str) -> None:
-    """A parameter from itself, else its master copy; a master copy from itself, else an fp32 parameter."""
+def test_roles_resolve_by_rule(source: dict, wanted: dict, origin: str) -> None:
+    """A parameter from itself, else its master copy, which also serves where more bits are wanted; a master copy from
+    itself, else an fp32 parameter."""
     held = {("w", role): dtype for role, dtype in source.items()}
 
-    assert resolve(held, [("w", wanted)]) == {("w", wanted): ("w", origin)}
+    found = resolve(held, {("w", role): dtype for role, dtype in wanted.items()})
+
+    assert found == {("w", role): ("w", origin) for role in wanted}
 
 
 def test_a_master_copy_is_made_from_a_short_parameter_only_when_asked() -> None:
     """The bits that bfloat16 dropped do not come back; the message names the flag."""
     with pytest.raises(CoverageError, match=r"no master of w; .*--master-from-param") as caught:
-        resolve({("w", "param"): BF16}, [("w", "master")])
+        resolve({("w", "param"): BF16}, {("w", "master"): F32})
     assert caught.value.tensor == "w"
 
-    assert resolve({("w", "param"): BF16}, [("w", "master")], master_from_param=True)
+    assert resolve({("w", "param"): BF16}, {("w", "master"): F32}, master_from_param=True)
 
 
 def test_missing_tensors_are_counted() -> None:
     """The first is named, all are in the error's facts; moments have no stand-in."""
     with pytest.raises(CoverageError, match=r"the source has no exp_avg of v \(and 1 more\)") as caught:
-        resolve({("v", "param"): F32}, [("v", "param"), ("v", "exp_avg"), ("x", "param")])
+        resolve({("v", "param"): F32}, {("v", "param"): F32, ("v", "exp_avg"): F32, ("x", "param"): F32})
 
     assert caught.value.missing == [("v", "exp_avg"), ("x", "param")]
 

@@ -35,6 +35,8 @@ def bind(
     except CkptError as error:
         raise FormatError(f"{where}: the configuration does not fit: {error}", **error.facts) from error
     for tensor in stored:
+        if "@" in tensor.name:  # optimizer state that no model knows (the role `state`)
+            continue
         ours = model.tensors.get(tensor.name)
         if ours is None or (ours.axes, ours.shape) != (tensor.axes, tensor.shape):
             has = (

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from ckptkit.core import zero
-from ckptkit.core.catalog import ROLE_CODE, ROLES, Catalog, Checksum, Entries, File
+from ckptkit.core.catalog import NAMED_ROLES, ROLE_CODE, ROLES, Catalog, Checksum, Entries, File
 from ckptkit.core.destination import Destination
 from ckptkit.core.dtypes import TABLE
 from ckptkit.core.layouts import Layout
@@ -64,7 +64,7 @@ class DcpFormat(Format):
     name: ClassVar[str] = "dcp"
     names: ClassVar[str] = "transformers"
     any_names: ClassVar[bool] = True
-    roles: ClassVar[tuple[str, ...]] = ROLES
+    roles: ClassVar[tuple[str, ...]] = NAMED_ROLES
     ranks: ClassVar[bool] = True
     extras: ClassVar[bool] = True
     marker: ClassVar[str | None] = NAME

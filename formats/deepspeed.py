@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ckptkit.core.catalog import ROLES, Catalog, Checksum
+from ckptkit.core.catalog import NAMED_ROLES, Catalog, Checksum
 from ckptkit.core.destination import Destination
 from ckptkit.core.dtypes import DType
 from ckptkit.core.layouts import Layout
@@ -59,7 +59,7 @@ class DeepSpeedFormat(Format):
 
     name: ClassVar[str] = "deepspeed"
     names: ClassVar[str] = "transformers"
-    roles: ClassVar[tuple[str, ...]] = tuple(role for role in ROLES if role != "ema")
+    roles: ClassVar[tuple[str, ...]] = tuple(role for role in NAMED_ROLES if role != "ema")
     ranks: ClassVar[bool] = True
     extras: ClassVar[bool] = True
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ckptkit.core.boxes import row_major_strides
-from ckptkit.core.catalog import ROLE_CODE, ROLES, Catalog, Checksum, Entries, File
+from ckptkit.core.catalog import NAMED_ROLES, ROLE_CODE, ROLES, Catalog, Checksum, Entries, File
 from ckptkit.core.destination import Destination
 from ckptkit.core.layouts import Layout
 from ckptkit.core.local import LocalTensor
@@ -54,7 +54,7 @@ class DeepSpeedUniversalFormat(Format):
 
     name: ClassVar[str] = "deepspeed-universal"
     names: ClassVar[str] = "transformers"
-    roles: ClassVar[tuple[str, ...]] = tuple(role for role in ROLES if role != "ema")
+    roles: ClassVar[tuple[str, ...]] = tuple(role for role in NAMED_ROLES if role != "ema")
     extras: ClassVar[bool] = True
 
     def detect(self, store: Store) -> bool:

@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from ckptkit.core.catalog import ROLES, Catalog, Checksum, File
+from ckptkit.core.catalog import NAMED_ROLES, Catalog, Checksum, File
 from ckptkit.core.destination import Destination
 from ckptkit.core.layouts import Layout
 from ckptkit.core.names import Names
@@ -89,7 +89,7 @@ class MegatronFormat(Format):
 
     name: ClassVar[str] = "megatron"
     names: ClassVar[str] = NAMES
-    roles: ClassVar[tuple[str, ...]] = ROLES
+    roles: ClassVar[tuple[str, ...]] = NAMED_ROLES
     ranks: ClassVar[bool] = True
     extras: ClassVar[bool] = True
 

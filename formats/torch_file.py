@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ckptkit.core.boxes import row_major_strides
-from ckptkit.core.catalog import ROLE_CODE, ROLES, Catalog, Checksum, Entries, File
+from ckptkit.core.catalog import NAMED_ROLES, ROLE_CODE, ROLES, Catalog, Checksum, Entries, File
 from ckptkit.core.destination import Destination, Fixup, Literal
 from ckptkit.core.dtypes import TABLE
 from ckptkit.core.layouts import Layout
@@ -49,7 +49,7 @@ class TorchFormat(Format):
     name: ClassVar[str] = "torch"
     names: ClassVar[str] = "transformers"
     any_names: ClassVar[bool] = True
-    roles: ClassVar[tuple[str, ...]] = ROLES
+    roles: ClassVar[tuple[str, ...]] = NAMED_ROLES
     extras: ClassVar[bool] = True
 
     def detect(self, store: Store) -> bool:

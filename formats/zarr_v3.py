@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import xxhash
 
-from ckptkit.core.catalog import ROLE_CODE, ROLES, Catalog, Entries, Extras, File
+from ckptkit.core.catalog import NAMED_ROLES, ROLE_CODE, ROLES, Catalog, Entries, Extras, File
 from ckptkit.core.destination import Destination, Written
 from ckptkit.core.dtypes import TABLE
 from ckptkit.core.layouts import Layout
@@ -55,7 +55,7 @@ class ZarrFormat(Format):
     name: ClassVar[str] = "zarr"
     names: ClassVar[str] = "transformers"
     any_names: ClassVar[bool] = True
-    roles: ClassVar[tuple[str, ...]] = ROLES
+    roles: ClassVar[tuple[str, ...]] = NAMED_ROLES
     extras: ClassVar[bool] = True
     marker: ClassVar[str | None] = NODE
 

@@ -35,7 +35,12 @@ I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
 U8 = npt.NDArray[np.uint8]
 
-ROLES = ("param", "buffer", "master", "exp_avg", "exp_avg_sq", "momentum", "ema")
+ROLES = ("param", "buffer", "master", "exp_avg", "exp_avg_sq", "momentum", "ema", "state")
+"""What a tensor's values are. `state` is optimizer state without a role of its own: a tensor called `PARAMETER@NAME`."""
+
+NAMED_ROLES = ROLES[:-1]
+"""Those that formats other than ours have a place for."""
+
 ROLE_CODE = {role: code for code, role in enumerate(ROLES)}
 
 

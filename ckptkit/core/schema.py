@@ -40,11 +40,13 @@ OPTIMIZER_ROLES: dict[str, tuple[str, ...]] = {
 }
 """The state that each kind of optimizer keeps for a parameter, in the order files hold it."""
 
-STATE_ROLES = ("master", "exp_avg", "exp_avg_sq", "momentum", "ema")
+STATE_ROLES = ("master", "exp_avg", "exp_avg_sq", "momentum", "ema", "state")
 """Every role that is optimizer-side state (the rest: `param`, `buffer`)."""
 
 
 MAX_LAYERS = 1 << 16
+
+_ADAPTER = re.compile(r"\.(?:lora_|modules_to_save\.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,11 @@ class Tensor:
     @property
     def is_expert(self) -> bool:
         return "expert" in self.axes
+
+    @property
+    def part(self) -> str:
+        """`adapter` for what LoRA adds beside a model (`ckptkit.core.adapters`), else `base`. Stored names tell it too."""
+        return "adapter" if _ADAPTER.search(self.name) else "base"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +135,15 @@ Flags = Mapping[str, bool | frozenset[int]]
 class Family:
     """One naming of the model's tensors: what is on the first stage, in each layer, on the last stage.
 
-    The order is module order; ZeRO buffers and pipeline ownership follow it.
+    The order is module order; ZeRO buffers and pipeline ownership follow it. `adapters` says how names of adapters are spelled:
+    as peft does, or as `megatron`.
     """
 
     name: str
     first: tuple[Name, ...] = ()
     layer: tuple[Name, ...] = ()
     last: tuple[Name, ...] = ()
+    adapters: str = "peft"
 
 
 @dataclass(frozen=True)
@@ -258,17 +267,18 @@ class Model:
         """
         end = self.layers - 1
         for line in first:
-            if self._applies(line, 0):
+            if self.applies(line, 0):
                 yield line, 0, "first"
         for i in range(self.layers):
             for line in layer:
-                if self._applies(line, i) and i in layers_of(line.when, self.layers):
+                if self.applies(line, i) and i in layers_of(line.when, self.layers):
                     yield line, i, "layer"
         for line in last:
-            if self._applies(line, end):
+            if self.applies(line, end):
                 yield line, end, "last"
 
-    def _applies(self, line: Declare | Name, layer: int) -> bool:
+    def applies(self, line: Declare | Name, layer: int) -> bool:
+        """Whether the configuration has a line in a layer, its `when` apart."""
         if not line.only_if:
             return True
         value = self.flags[line.only_if.removeprefix("!")]
@@ -294,7 +304,7 @@ class Model:
                 f"({_some(stored)}); its families are {', '.join(known)}{self._prefix_hint(stored, known)}"
             )
         tied = sorted(name for name in count if count[name] == count[best])
-        if len(tied) > 1:
+        if len(tied) > 1 and not self._mean_the_same(tied, stored & known[best]):
             raise FormatError(
                 f"{where}: its names are {' as much as '.join(tied)} names of {self.schema.id} "
                 f"({_some(stored)}); it holds too little to tell which, give the names to use",
@@ -309,6 +319,15 @@ class Model:
                     families=[best, name],
                 )
         return best
+
+    def _mean_the_same(self, families: Sequence[str], keys: set[str]) -> bool:
+        """Whether names are the same views in several families, so that it makes no difference which one is taken."""
+        meanings = set()
+        for family in families:
+            names = self.names(family)
+            held = {**names.copies, **names.whole}
+            meanings.add(tuple(held[key].segments if key in held else () for key in sorted(keys)))
+        return len(meanings) == 1
 
     def _prefix_hint(self, stored: set[str], known: Mapping[str, frozenset[str]]) -> str:
         """Names the prefix that trainers put before (`module.`) or leave off, where that explains the names."""

@@ -8,11 +8,18 @@ imports, and `sync` after it where PATH is on a disk. Peaks are resident memory 
 
     dcp         PyTorch DCP, dp=4,zero=3 to one rank: `dcp.load` into a whole state and `dcp.save`, against `reshard --to dcp`
     dcp-torch   PyTorch DCP to one file: `dcp_to_torch_save`, against `reshard --to torch`
+    megatron    torch_dist, dp=4,zero=1 to one rank: every tensor loaded and saved by megatron-core, against `reshard --to megatron`
+    deepspeed   ZeRO-2 of 4 ranks to fp32 weights in safetensors: `zero_to_fp32`, against `reshard --to hf --dtype float32`
+    universal   ZeRO-2 of 4 ranks: `ds_to_universal` with a worker a CPU, against `reshard --to deepspeed-universal`
+
+The last three need the libraries themselves: `make test-peers` installs them into .venv-peers. A job whose library is missing is
+left out, and named.
 
 Targets: at most 1.0 of `cp -r` on a disk and 1.5 in memory, and a fifteenth of the peer's memory.
 """
 
 import argparse
+import importlib.util
 import os
 import resource
 import shutil
@@ -23,6 +30,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 PER_LAYER, BASE = 0.8138, 0.9396
 """GB of a Llama of the settings below, with master weights and moments: BASE + layers * PER_LAYER."""
@@ -57,19 +65,77 @@ def dcp_file(source: str, target: str) -> None:
     dcp_to_torch_save(source, os.path.join(target, "checkpoint.pt"))
 
 
+def megatron_again(source: str, target: str) -> None:
+    import torch
+    from megatron.core import dist_checkpointing as dist
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    tensors = dist.load_plain_tensors(step_folder(source))
+    os.makedirs(target)
+    state = {key: ShardedTensor.from_rank_offsets(key, t) for key, t in tensors.items() if torch.is_tensor(t)}
+    dist.save(state, target)
+    torch.distributed.destroy_process_group()
+
+
+def deepspeed_weights(source: str, target: str) -> None:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+
+    convert_zero_checkpoint_to_fp32_state_dict(source, target, safe_serialization=True)
+
+
+def deepspeed_universal(source: str, target: str) -> None:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.checkpoint import ds_to_universal
+
+    workers = len(os.sched_getaffinity(0))
+    ds_to_universal.main(
+        argparse.Namespace(
+            input_folder=step_folder(source), output_folder=target, num_extract_workers=workers, num_merge_workers=workers,
+            keep_temp_folder=False, strict=True, inject_missing_state=False,
+        )
+    )  # fmt: skip
+
+
+def step_folder(run: str) -> str:
+    """The folder of the only step of a run, or the run itself where it is a step."""
+    folders = [entry.path for entry in os.scandir(run) if entry.is_dir()]
+    return folders[0] if len(folders) == 1 else run
+
+
 @dataclass(frozen=True)
 class Job:
-    """One conversion: how its source is written, the peer's function, and ours as options of `ckptkit.reshard`."""
+    """One conversion: how its source is written, the peer's function, ours as options of `ckptkit.reshard`, and the library."""
 
     source: dict[str, str]
     peer: Callable[[str, str], None]
-    ours: dict[str, str]
+    ours: dict[str, Any]
+    library: str = "torch"
 
 
+_DCP = {"to": "dcp", "layout": "dp=4,zero=3"}
+_ZERO = {"to": "deepspeed", "layout": "dp=4,zero=2"}
+_WEIGHTS = {"to": "hf", "dtype": "float32", "drop_optimizer": True, "drop_extras": True}
 JOBS = {
-    "dcp": Job({"to": "dcp", "layout": "dp=4,zero=3"}, dcp_again, {"to": "dcp", "layout": "tp=1"}),
-    "dcp-torch": Job({"to": "dcp", "layout": "dp=4,zero=3"}, dcp_file, {"to": "torch"}),
+    "dcp": Job(_DCP, dcp_again, {"to": "dcp", "layout": "tp=1"}),
+    "dcp-torch": Job(_DCP, dcp_file, {"to": "torch"}),
+    "megatron": Job(
+        {"to": "megatron", "layout": "dp=4,zero=1"},
+        megatron_again,
+        {"to": "megatron", "layout": "tp=1"},
+        "megatron.core",
+    ),
+    "deepspeed": Job(_ZERO, deepspeed_weights, _WEIGHTS, "deepspeed"),
+    "universal": Job(_ZERO, deepspeed_universal, {"to": "deepspeed-universal"}, "deepspeed"),
 }
+
+
+def installed(library: str) -> bool:
+    try:
+        return importlib.util.find_spec(library) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def main() -> None:
@@ -94,6 +160,9 @@ def main() -> None:
     print(f"{root}: {kind}; {usable_cpus()} CPUs, load {os.getloadavg()[0]:.1f}")
     try:
         for name in JOBS if options.job == "all" else [options.job]:
+            if not installed(JOBS[name].library):
+                print(f"{name}: left out, {JOBS[name].library} is not installed")
+                continue
             measure(name, root, kind in MEMORY_FILE_SYSTEMS, options.gb, options.runs)
     finally:
         shutil.rmtree(root, ignore_errors=True)
@@ -172,7 +241,9 @@ def side(job: Job, who: str, source: str, target: str) -> None:
         import ckptkit
 
         ckptkit.reshard(source, target, **job.ours)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    # Of this process or the largest of its workers.
+    usage = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    print(max(usage) / 1024)
 
 
 if __name__ == "__main__":

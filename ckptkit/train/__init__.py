@@ -1,0 +1,1 @@
+"""The embedded ZAYA1 training loop."""

@@ -70,7 +70,8 @@ def megatron_again(source: str, target: str) -> None:
     from megatron.core import dist_checkpointing as dist
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    torch.cuda.synchronize = lambda *_: None  # asked for even where there is no GPU
+    # Asked for even where there is no GPU.
+    torch.cuda.synchronize, torch.cuda.current_device = lambda *_: None, lambda: "cpu"
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     tensors = dist.load_plain_tensors(step_folder(source))
     os.makedirs(target)

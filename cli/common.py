@@ -131,6 +131,12 @@ def reshard_options(command: F) -> F:
             ),
             work_options,
             click.option(
+                "--fingerprint/--no-fingerprint",
+                default=True,
+                show_default=True,
+                help="Store 64 bits of every tensor's values, in formats that have a place for them.",
+            ),
+            click.option(
                 "--overwrite", is_flag=True, help="Replace DST, which goes only after the new one is whole."
             ),
         ),

@@ -7,6 +7,7 @@ import click
 
 from ckptkit.cli import show
 from ckptkit.cli.common import common, notes, print_json, source_options
+from ckptkit.cli.progress import Progress
 from ckptkit.cli.values import PLACE
 from ckptkit.errors import UsageError
 
@@ -26,6 +27,7 @@ _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "
 )
 @click.option("--values", metavar="T[BOX]", help="The values in a box, like 'layers.0.norm/exp_avg[0:8]'.")
 @click.option("--extras", is_flag=True, help="Step, optimizer groups, files and whatever else is no tensor.")
+@click.option("--fingerprint", is_flag=True, help="64 bits of every tensor's values, whatever the layout.")
 @source_options
 @common
 def inspect(
@@ -35,17 +37,20 @@ def inspect(
     where: str | None,
     values: str | None,
     extras: bool,
+    fingerprint: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Show what the checkpoint at URL is and holds, from headers alone; no tensor is read but for --values.
+    """Show what the checkpoint at URL is and holds, from headers alone; no tensor is read but for --values, and
+    for fingerprints that the format does not store.
 
     The layout is written exactly as --layout takes it. Tensors that differ only in numbers share a row. T is a canonical
     name, or name/role; a box has an index or a range for each axis, and may be left out.
     """
     from ckptkit import ops
 
-    found = ops.inspect(url, everything=everything, **options)
+    with Progress("reading for fingerprints") as progress:
+        found = ops.inspect(url, everything=everything, fingerprint=fingerprint, progress=progress, **options)
     parts: dict[str, Any] = {
         "entries": found.rank(rank) if rank is not None else None,
         "pieces": found.where(where) if where is not None else None,
@@ -67,7 +72,9 @@ def inspect(
                 {"common": found.extras, "facts": found.facts}, indent=2, ensure_ascii=False, default=str
             )
         )
-    if not extras and all(part is None for part in parts.values()):
+    if fingerprint:
+        _print_fingerprints(found)
+    if not (extras or fingerprint) and all(part is None for part in parts.values()):
         _print_summary(found)
 
 
@@ -237,6 +244,13 @@ def _print_pieces(rows: "list[PieceRow]") -> None:
     if table.rows:
         table.echo()
     notes([show.plural(len(rows), "piece")])
+
+
+def _print_fingerprints(found: "Inspection") -> None:
+    for name, value in found.fingerprints.items():
+        click.echo(f"{value}  {name}")
+    made, every = found.fingerprints_computed, len(found.fingerprints)
+    notes([f"{show.plural(every, 'fingerprint')}, {show.count(every - made)} as stored, {show.count(made)} computed"])
 
 
 def _print_values(array: Any) -> None:

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     "--sample", type=SHARE, metavar="SHARE", help="Read only a random share of the leaves, like 5%."
 )
 @click.option(
-    "--against", type=PLACE, metavar="URL", help="Also compare every tensor bitwise with this checkpoint's."
+    "--against", type=PLACE, metavar="URL", help="Also compare every tensor with this checkpoint's."
 )
+@click.option("--bitwise", is_flag=True, help="With --against: read both sides, also where fingerprints would do.")
 @source_options
 @work_options
 @common
@@ -30,7 +31,7 @@ def verify(url: str, as_json: bool, **options: Any) -> int:
 
     Checks structure, that the pieces of every tensor cover it, every leaf of 1 MiB against its digest, replicas against
     each other, and parameters against their masters. What could not be checked is listed. --against takes a checkpoint of
-    any layout and format.
+    any layout and format; tensors whose fingerprints both sides store are compared by these, without moving bytes.
 
     Exits 0 when all is well, 1 when something is wrong.
     """

@@ -21,6 +21,7 @@ import xxhash
 from ckptkit.core.catalog import I64, ITEMSIZE, LEAF, ROLES, Catalog, Entries, File
 from ckptkit.core.destination import Destination, Written
 from ckptkit.core.dtypes import TABLE
+from ckptkit.core.fingerprints import MASK
 from ckptkit.errors import CkptError, FormatError, LayoutError, ShardMissingError
 from ckptkit.formats.base import Format, ReadOptions, WriteOptions
 from ckptkit.formats.binding import bind
@@ -104,6 +105,7 @@ class NativeFormat(Format):
             "lineage": list(manifest.lineage),
             "index": manifest.index,
             "digests": {file.path: file.digest for file in manifest.files},
+            "fingerprints": dict(manifest.fingerprints or {}),
             "warnings": warnings,
         }
         return columns.catalog(
@@ -140,6 +142,7 @@ class NativeFormat(Format):
             catalog=catalog,
             literals=headers,
             digests=True,
+            fingerprints=True,
             finish=lambda written: _finish(catalog, headers, options.facts, written),
         )
 
@@ -231,8 +234,21 @@ def _finish(
     manifest = Manifest(
         index=index_hash.hex(), files=listed, layout=layout, names=catalog.names, schema=schema, model=config,
         step=catalog.step, epoch=epoch, incarnation=incarnation, lineage=list(facts.get("lineage", [])),
+        fingerprints=_fingerprints(written),
     )  # fmt: skip
     yield NAME, manifest.to_bytes()
+
+
+def _fingerprints(written: Sequence[Written]) -> dict[str, str] | None:
+    """Of every tensor and role, in hex; None where a file was written without."""
+    found: dict[str, int] = {}
+    for file in written:
+        if file.fingerprints is None:
+            return None
+        for (tensor, role), value in file.fingerprints.items():
+            key = f"{tensor}/{role}"
+            found[key] = found.get(key, 0) + value & MASK
+    return {key: f"{value:016x}" for key, value in found.items()}
 
 
 def _indexed(store: Store, manifest: Manifest, warnings: list[str]) -> Columns | None:

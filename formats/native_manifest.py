@@ -6,6 +6,7 @@ Both are JSON. The manifest is indented, its keys sorted but for `checksum`, whi
 
 import base64
 import json
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ FORMAT = "ckptkit-native"
 VERSION = 1
 _ZEROS = "0" * 32
 _TAIL = '"\n}\n'
+_PRINT = re.compile("[0-9a-f]{16}")
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -60,6 +62,7 @@ class Manifest:
         epoch: How often the run was restarted from an earlier step.
         incarnation: 32 hex digits that tell one start of the run from another, or empty.
         lineage: Where it comes from, the nearest source first: url, format, layout, content digests.
+        fingerprints: `tensor/role` to 16 hex digits (`ckptkit.core.fingerprints`), or None where they were not taken.
     """
 
     index: str
@@ -72,6 +75,7 @@ class Manifest:
     epoch: int = 0
     incarnation: str = ""
     lineage: Sequence[Any] = field(default_factory=list)
+    fingerprints: Mapping[str, str] | None = None
 
     def to_bytes(self) -> bytes:
         plain = {
@@ -93,6 +97,8 @@ class Manifest:
             "incarnation": self.incarnation,
             "lineage": list(self.lineage),
         }
+        if self.fingerprints is not None:
+            plain["fingerprints"] = dict(self.fingerprints)
         head = json.dumps(plain, indent=1, sort_keys=True, allow_nan=False)[:-2] + ',\n "checksum": "'
         digest = xxhash.xxh3_128_hexdigest((head + _ZEROS + _TAIL).encode())
         return (head + digest + _TAIL).encode()
@@ -133,6 +139,7 @@ class Manifest:
                 index=plain["index"],
                 files=[RankFile(f["path"], f["size"], f["digest"], f["extras"]) for f in plain["files"]],
                 layout=Layout.parse(plain["layout"]),
+                fingerprints=plain.get("fingerprints"),
                 **{
                     name: plain[name]
                     for name in ("names", "schema", "model", "step", "epoch", "incarnation", "lineage")
@@ -154,6 +161,10 @@ class Manifest:
                 )
             if file.path != file_name(rank) or type(file.size) is not int:
                 raise FormatError(f"{path}: file {rank} is called {file.path!r}", file=path)
+        prints = self.fingerprints if isinstance(self.fingerprints, dict) else {"": self.fingerprints}
+        wrong = [v for v in prints.values() if not (isinstance(v, str) and _PRINT.fullmatch(v))]
+        if self.fingerprints is not None and wrong:
+            raise FormatError(f"{path}: {wrong[0]!r} is no fingerprint", file=path)
         if len(self.files) != self.layout.world:
             raise FormatError(
                 f"{path} lists {len(self.files)} rank files for {self.layout.world} ranks", file=path

@@ -31,11 +31,15 @@ class Fixup:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A destination file after its bytes are durable. `leaves` is None where the destination asks for no digests."""
+    """A destination file after its bytes are durable. `leaves` is None where the destination asks for no digests.
+
+    `fingerprints` has, by `(tensor, role)`, what the file adds to fingerprints; None where the destination asks for none.
+    """
 
     path: str
     size: int
     leaves: Leaves | None
+    fingerprints: Mapping[tuple[str, str], int] | None = None
 
 
 @dataclass
@@ -48,6 +52,7 @@ class Destination:
         catalog: Laid out: files have path, size and data start, entries have offsets.
         literals, fixups: By file number.
         digests: Whether leaf digests are computed while the data passes.
+        fingerprints: Whether fingerprints of tensors are (`ckptkit.core.fingerprints`).
         finish: Called once every file of the catalog is durable; gives the small files `(path, content)` to write
             after them, in order. The last one is what makes the checkpoint whole.
     """
@@ -56,4 +61,5 @@ class Destination:
     literals: Mapping[int, Sequence[Literal]] = field(default_factory=dict)
     fixups: Mapping[int, Sequence[Fixup]] = field(default_factory=dict)
     digests: bool = False
+    fingerprints: bool = False
     finish: Callable[[Sequence[Written]], Iterable[tuple[str, bytes]]] = lambda written: ()

@@ -19,7 +19,7 @@ from ckptkit.errors import StoreError
 from ckptkit.stores.durable import write_fault
 
 NAME = ".journal"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,14 @@ class Durable:
         file, segment: Its file, and its number in that file.
         digests: Of its leaves, 16 bytes each; empty where the destination has none.
         sums: Parts of checksums: `(fix-up, start, stop, crc32)`.
+        prints: Parts of fingerprints: `(key, sum)`.
     """
 
     file: int
     segment: int
     digests: bytes
     sums: tuple[tuple[int, int, int, int], ...]
+    prints: tuple[tuple[int, int], ...] = ()
 
 
 def plan_hash(copies: Copies, destination: Destination) -> str:
@@ -55,7 +57,7 @@ def plan_hash(copies: Copies, destination: Destination) -> str:
             hasher.update(literal.data)
     for number, fixups in sorted(destination.fixups.items()):
         add(number, [[fixup.kind, fixup.start, fixup.stop, *fixup.offsets] for fixup in fixups])
-    add(destination.digests, VERSION)
+    add(destination.digests, destination.fingerprints, VERSION)
     return hasher.hexdigest()
 
 
@@ -85,9 +87,9 @@ class Journal:
                         return None
                     continue
                 sums = tuple((int(a), int(b), int(c), int(d)) for a, b, c, d in row["sums"])
-                found.append(
-                    Durable(int(row["file"]), int(row["segment"]), bytes.fromhex(row["digests"]), sums)
-                )
+                prints = tuple((int(key), int(value)) for key, value in row["prints"])
+                digests = bytes.fromhex(row["digests"])
+                found.append(Durable(int(row["file"]), int(row["segment"]), digests, sums, prints))
             except (ValueError, KeyError, TypeError):
                 return found if number else None
         return found if len(lines) > 1 else None
@@ -136,6 +138,7 @@ class Journal:
 
 
 def _line(row: Durable) -> str:
+    digests = row.digests.hex()
     return json.dumps(
-        {"file": row.file, "segment": row.segment, "digests": row.digests.hex(), "sums": row.sums}
+        {"file": row.file, "segment": row.segment, "digests": digests, "sums": row.sums, "prints": row.prints}
     )

@@ -6,7 +6,7 @@ independent of the source. Where the file system cannot clone, files are written
 kernel is buffered and slower than direct writes; their bytes pass through memory for the digests anyway.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from ckptkit.core.destination import Destination
 from ckptkit.core.plan import Plan
 from ckptkit.engine.checks import LeafChecks
 from ckptkit.engine.digests import digest
+from ckptkit.engine.fingerprinting import Prints
+from ckptkit.engine.grids import Grid
 from ckptkit.engine.sources import Sources
 from ckptkit.engine.writer import Outputs
 from ckptkit.stores.base import Reader
@@ -62,7 +64,13 @@ def copy_unchanged(
         clone: Makes the second of two open files share the bytes of the first; gives False where that is impossible.
     """
     done: list[int] = []
-    for number, source in unchanged_files(plan, destination, copies):
+    same = unchanged_files(plan, destination, copies)
+    grid = Grid(outputs.sizes, outputs.origins, LEAF)
+    prints: Prints | None = None
+    if same and destination.fingerprints:
+        chosen = np.isin(grid.file(np.arange(grid.cells)), [number for number, _ in same])
+        prints = Prints(destination.catalog, grid, chosen)
+    for number, source in same:
         path = sources.store.local_path(plan.source.files[source].path)
         size = int(outputs.sizes[number])
         first = outputs.segment(number, 0)
@@ -77,7 +85,10 @@ def copy_unchanged(
             if not cloned:
                 return done
             outputs.unsynced.add(number)
-            _take_digests(sources, outputs, reader, number, source, size)
+            for offset, view in _take_digests(sources, outputs, reader, number, source, size):
+                if prints is not None:
+                    cell = int(grid.cell(np.asarray(number), np.asarray(offset)))
+                    outputs.add_prints(int(outputs.segment(number, offset)), prints.of(cell, offset, view))
         finally:
             sources.files.give(source)
             outputs.files.give(number)
@@ -113,8 +124,11 @@ def _others_equal(copies: Copies, destination: Destination, reader: Reader, numb
 
 def _take_digests(
     sources: Sources, outputs: Outputs, reader: Reader, number: int, source: int, size: int
-) -> None:
-    """Check the source's leaves, if they are to be checked, and give the clone its digests."""
+) -> Iterator[tuple[int, memoryview]]:
+    """Check the source's leaves, if they are to be checked, and give the clone its digests.
+
+    Gives every leaf, with its offset; the buffer is used again.
+    """
     checks = sources.checks(source)
     want = outputs.destination.digests
     if checks is None and not want:
@@ -132,3 +146,4 @@ def _take_digests(
             checks.see(checks.due(offset), [view], entry)
         if want:
             outputs.set_digest(number, leaf, value)
+        yield offset, view

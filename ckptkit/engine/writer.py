@@ -17,6 +17,7 @@ from ckptkit.core.catalog import LEAF, Leaves
 from ckptkit.core.destination import Destination, Fixup, Written
 from ckptkit.engine import checksums
 from ckptkit.engine.digests import crc32, digest
+from ckptkit.engine.fingerprinting import Prints, Sums, named, total
 from ckptkit.engine.grids import Grid
 from ckptkit.engine.journal import Durable, Journal
 from ckptkit.engine.mover import GUARD, Buffer, Mover, Slab
@@ -58,6 +59,7 @@ class Outputs:
         self.unsynced: set[int] = set()
         self._digests: dict[int, bytearray] = {}  # by file: 16 bytes a leaf
         self.sums: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)  # by segment
+        self.prints: dict[int, Sums] = {}  # by segment
         self._lock = threading.Lock()
         self.fixups = {
             n: sorted(f, key=lambda x: (x.start, x.stop)) for n, f in destination.fixups.items() if f
@@ -115,6 +117,7 @@ class Outputs:
             if last > first:
                 self._table(row.file)[16 * first : 16 * last] = row.digests
             self.sums[segment] = list(row.sums)
+            self.prints[segment] = dict(row.prints)
             self.done[segment] = True
 
     def durable(self, segment: int) -> Durable:
@@ -122,7 +125,8 @@ class Outputs:
         file, number = self.locate(segment)
         first, last = self.leaf_range(file, number)
         digests = bytes(self._table(file)[16 * first : 16 * last]) if last > first else b""
-        return Durable(file, number, digests, tuple(self.sums.get(segment, ())))
+        prints = tuple(self.prints.get(segment, {}).items())
+        return Durable(file, number, digests, tuple(self.sums.get(segment, ())), prints)
 
     def record(self, slab: Slab, data: memoryview, segment: int) -> None:
         """Compute what depends on a slab's bytes."""
@@ -147,6 +151,12 @@ class Outputs:
             for offset in range(0, slab.stop - slab.start, LEAF):
                 table[at : at + 16] = digest(data[offset : offset + LEAF])
                 at += 16
+
+    def add_prints(self, segment: int, sums: Sums) -> None:
+        """Add a cell's parts of fingerprints to those of its segment."""
+        if sums:
+            with self._lock:
+                self.prints[segment] = total([self.prints.get(segment, {}), sums])
 
     def apply_fixups(self) -> None:
         """Write every computed field, and digest the leaves they lie in again. All slabs must be written."""
@@ -211,13 +221,19 @@ class Outputs:
     def result(self) -> list[Written]:
         """What was written, file by file."""
         found = []
-        for number, file in enumerate(self.destination.catalog.files):
-            leaves = None
+        catalog = self.destination.catalog
+        parts: dict[int, list[Sums]] = defaultdict(list)
+        for segment, sums in self.prints.items():
+            parts[self.locate(segment)[0]].append(sums)
+        for number, file in enumerate(catalog.files):
+            leaves = prints = None
+            if self.destination.fingerprints:
+                prints = named(catalog, total(parts[number]))
             if self.destination.digests:
                 start = int(self.origins[number])
                 table = np.frombuffer(bytes(self._table(number)), np.uint8).reshape(-1, 16)
                 leaves = Leaves(start, file.size - start, table)
-            found.append(Written(file.path, file.size, leaves))
+            found.append(Written(file.path, file.size, leaves, prints))
         return found
 
 
@@ -234,6 +250,9 @@ class Writer(Mover):
         self._segment_of = np.full(schedule.slabs.cells, -1, np.int64)
         self._segment_of[slabs] = outputs.segment(schedule.slabs.file(slabs), start)
         self._left = np.bincount(self._segment_of[slabs], minlength=outputs.segments).tolist()
+        self._prints: Prints | None = None
+        if outputs.destination.fingerprints:
+            self._prints = Prints(outputs.destination.catalog, schedule.slabs, self._segment_of >= 0)
         self._lock = threading.Lock()
         self.done_bytes = 0
 
@@ -249,6 +268,8 @@ class Writer(Mover):
         outputs = self.outputs
         segment = int(self._segment_of[slab.number])
         outputs.record(slab, data, segment)
+        if self._prints is not None:
+            outputs.add_prints(segment, self._prints.of(slab.number, slab.start, data))
         out = outputs.files.take(slab.file)
         try:
             out.write(slab.start, data)

@@ -13,15 +13,16 @@ from ckptkit.core.dtypes import BY_NAME, TABLE
 from ckptkit.core.layouts import Layout
 from ckptkit.errors import UsageError
 from ckptkit.ops.boxes import PieceRow, parse_box, pieces_of
+from ckptkit.ops.fingerprinting import fingerprints
 from ckptkit.ops.folding import fold, fold_names
-from ckptkit.ops.reports import Report, count_text, nbytes_text
+from ckptkit.ops.reports import Progress, Report, count_text, nbytes_text
 from ckptkit.ops.sizes import total_nbytes
 from ckptkit.ops.sources import Source, open
 from ckptkit.ops.streaming import read_box
 
 __all__ = ["EntryRow", "Inspection", "PieceRow", "RoleRow", "TensorRow", "inspect", "inspection"]
 
-_LONG_FACTS = ("digests", "warnings")
+_LONG_FACTS = ("digests", "fingerprints", "warnings")
 """Facts that `inspect` shows only when asked for everything."""
 
 
@@ -89,6 +90,8 @@ class Inspection(Report):
         roles: Sums by role.
         extras: Common extras (long lists shortened unless `everything`), and which files are carried.
         facts: What else the format tells (epoch, lineage, versions).
+        fingerprints: `tensor/role` to 16 hex digits, where they were asked for; `fingerprints_computed` counts those that
+            are not stored.
         notes: Which step of a run was taken, and the like.
     """
 
@@ -110,6 +113,8 @@ class Inspection(Report):
     roles: list[RoleRow] = field(default_factory=list)
     extras: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    fingerprints_computed: int = 0
     notes: list[str] = field(default_factory=list)
     _source: Source | None = None
 
@@ -180,14 +185,22 @@ def inspect(
     layout: str | Layout | None = None,
     model: str | None = None,
     config: str | Mapping[str, Any] | None = None,
+    fingerprint: bool = False,
+    progress: Progress | None = None,
 ) -> Inspection:
     """What a checkpoint holds, from headers and metadata alone (arguments as `open`).
 
     Args:
         everything: One row a tensor, and extras in full.
+        fingerprint: Also the fingerprints of all tensors. Those that are not stored are computed: every byte of
+            these tensors is read.
     """
     source = open(url, format=format, layout=layout, model=model, config=config)
-    return inspection(source, everything=everything)
+    found = inspection(source, everything=everything)
+    if fingerprint:
+        prints, found.fingerprints_computed = fingerprints(source, progress=progress)
+        found.fingerprints = {f"{tensor}/{role}": f"{value:016x}" for (tensor, role), value in prints.items()}
+    return found
 
 
 def inspection(source: Source, *, everything: bool = False) -> Inspection:

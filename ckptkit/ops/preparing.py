@@ -56,6 +56,7 @@ class Options:
     replicas: str = "check"
     restart: bool = False
     overwrite: bool = False
+    fingerprint: bool = True
 
     def __post_init__(self) -> None:
         if self.replicas not in ("check", "first"):
@@ -138,6 +139,7 @@ def prepare_source(source: Source, dst: str, options: Options, like: Source | No
     laid = shards(names, layout, held, source.catalog.tensors, where=dst, pad=format.ranks)
     laid.extras = extras
     destination = format.lay_out(laid, WriteOptions(options.max_shard_size, _facts(source, options)))
+    destination.fingerprints &= options.fingerprint
     plan = make_plan(source.catalog, destination.catalog, master_from_param=options.master_from_param)
     return Job(
         source,
@@ -223,6 +225,8 @@ def _held(
         elif role not in format.roles:
             flag = "--drop-optimizer" if role in OPTIMIZER_STATE else f"--drop '*/{role}'"
             dropped.add(key, dtype, f"{format.name} holds no {role}", flag, allowed=False)
+        elif role == "state" and isinstance(names, Names):
+            dropped.add(key, dtype, "no model says how it is cut", "--drop-optimizer", allowed=False)
         else:
             keep[key] = dtype
     for tensor, role in wanted - unwanted:

@@ -75,6 +75,7 @@ def reshard(
     dry_run: bool = False,
     restart: bool = False,
     overwrite: bool = False,
+    fingerprint: bool = True,
     progress: Progress | None = None,
 ) -> ReshardResult:
     """Write the checkpoint at `src` to `dst` in another format, layout or family of names.
@@ -100,6 +101,7 @@ def reshard(
         dry_run: Plan only.
         restart: Forget an interrupted run of the same arguments, which is continued otherwise.
         overwrite: Replace `dst`; the old one goes only after the new one is whole.
+        fingerprint: Store fingerprints of all tensors, where the format has a place for them.
         progress: Called with bytes done and in all.
 
     Raises:
@@ -130,6 +132,7 @@ def reshard(
         replicas=replicas,
         restart=restart,
         overwrite=overwrite,
+        fingerprint=fingerprint,
     )
     began = time.monotonic()
     job = prepare(src, dst, options)

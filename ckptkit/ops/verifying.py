@@ -6,13 +6,15 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from ckptkit.core.dtypes import DType
 from ckptkit.core.layouts import Layout
-from ckptkit.core.plan import Plan
+from ckptkit.core.plan import Key, Plan
 from ckptkit.errors import CkptError, CorruptionError, LayoutError, StoreError, UsageError
 from ckptkit.ops.checks import check_complete
 from ckptkit.ops.checksums import check_sums
 from ckptkit.ops.digesting import Fault, check_leaves, structure_fault
 from ckptkit.ops.equality import common, unequal
+from ckptkit.ops.fingerprinting import stored
 from ckptkit.ops.reports import Progress, Report, count_text, nbytes_text
 from ckptkit.ops.sources import Source, open
 from ckptkit.ops.streaming import compare_replicas, only_roles, prove
@@ -73,6 +75,7 @@ def verify(
     quick: bool = False,
     sample: float | None = None,
     against: str | None = None,
+    bitwise: bool = False,
     format: str | None = None,
     layout: str | Layout | None = None,
     model: str | None = None,
@@ -88,7 +91,9 @@ def verify(
         quick: Structure and coverage only: headers, sizes, manifest.
         sample: Share of leaves to read, in (0, 1]; which ones is random and differs from call to call.
         against: Another checkpoint, of any layout and format: canonical tensors that both hold must be bitwise equal,
-            and both must hold the same weights. State that the other has none of is named as not checked.
+            and both must hold the same weights. State that the other has none of is named as not checked. Tensors whose
+            fingerprints both sides store are compared by these, and no byte of them moves.
+        bitwise: With `against`: read both sides also where fingerprints would do.
         limit: Faults listed of each kind.
 
     Raises:
@@ -99,6 +104,8 @@ def verify(
         raise UsageError("--quick reads no leaf and --sample some: give one of them")
     if sample is not None and not 0 < sample <= 1:
         raise UsageError(f"--sample {sample}: give a share above 0 and at most 1 (100%)")
+    if bitwise and against is None:
+        raise UsageError("--bitwise says how --against compares: give both")
     began = time.monotonic()
     report = VerifyReport(url, _limit=limit)
     other = open(against, model=model, config=config) if against is not None else None
@@ -131,7 +138,7 @@ def verify(
             _masters(source, report, threads, memory, progress)
     if other is not None and sound:
         report.against = other.url
-        _compare(source, other, report, threads, memory, progress)
+        _compare(source, other, report, threads, memory, progress, bitwise=bitwise)
     report.seconds = time.monotonic() - began
     return report
 
@@ -245,19 +252,49 @@ def _compare(
     threads: int | None,
     memory: int,
     progress: Progress | None,
+    *,
+    bitwise: bool,
 ) -> None:
-    """Bitwise equality of all that both hold, and that both hold the same."""
+    """Equality of all that both hold, and that both hold the same: by stored fingerprints, else bit by bit."""
     ours, theirs = source.catalog, other.catalog
     wanted, faults, skipped = common(source, other)
     report.add(faults)
     report.not_checked += skipped
-    found = unequal([source, other], wanted, threads, memory, progress)
+    alike, apart = ({}, set()) if bitwise else _by_fingerprint(source, other, wanted)
+    compared = {key: dtype for key, dtype in wanted.items() if key not in alike}
+    found = unequal([source, other], compared, threads, memory, progress)
+    for tensor, role in sorted(apart - found.keys()):
+        what = f"{tensor}/{role} is equal in both, but one of the two stores a wrong fingerprint of it"
+        report.add([Fault("against", what, tensor=tensor)])
     for (tensor, role), (count, at) in found.items():
         size = prod(ours.tensors[tensor].shape)
         what = f"{tensor}/{role}: {count:,} of {size:,} elements differ from {other.url}, first at {at}"
         report.add([Fault("against", what, tensor=tensor, box=str(at))])
     report.elements_compared = sum(prod(ours.tensors[name].shape) for name, _ in wanted)
-    report.checked.append(
-        f"bitwise against {other.url} ({theirs.format}): {report.elements_compared:,} elements of "
-        f"{count_text(len(wanted), 'array')}"
-    )
+    for keys, how in ((alike, "by fingerprint"), (compared, "bitwise")):
+        if keys:
+            elements = sum(prod(ours.tensors[name].shape) for name, _ in keys)
+            report.checked.append(
+                f"{how} against {other.url} ({theirs.format}): {elements:,} elements of {count_text(len(keys), 'array')}"
+            )
+    if alike:
+        report.not_checked.append(
+            f"whether {other.url} still has the bytes that its fingerprints are of: verify it alone, or give --bitwise"
+        )
+
+
+def _by_fingerprint(
+    source: Source, other: Source, wanted: Mapping[Key, DType]
+) -> tuple[dict[Key, DType], set[Key]]:
+    """Keys whose fingerprints both sides store: those that are equal, and those that are not."""
+    ours, theirs = stored(source), stored(other)
+    alike: dict[Key, DType] = {}
+    apart: set[Key] = set()
+    for key, dtype in wanted.items():
+        axes = source.catalog.tensors[key[0]].axes, other.catalog.tensors[key[0]].axes
+        if key in ours and key in theirs and axes[0] == axes[1]:
+            if ours[key] == theirs[key]:
+                alike[key] = dtype
+            else:
+                apart.add(key)
+    return alike, apart

@@ -9,6 +9,7 @@ from ckptkit.core.catalog import LEAF
 from ckptkit.core.copies import copies_into
 from ckptkit.core.destination import Literal
 from ckptkit.core.plan import make_plan
+from ckptkit.engine.run import run
 from ckptkit.engine.sources import Sources
 from ckptkit.engine.unchanged import copy_unchanged
 from ckptkit.engine.writer import Outputs
@@ -61,6 +62,24 @@ def test_an_unchanged_file_is_cloned_with_its_digests(tmp_path) -> None:
     leaves = outputs.result()[0].leaves
     assert leaves is not None and np.array_equal(leaves.digests, leaves_of(setting.data, 64).digests)
     assert outputs.unsynced == {0}
+
+
+def test_a_clone_has_the_fingerprints_of_its_tensors(tmp_path) -> None:
+    """The same as where every slab is written."""
+    setting = Setting(tmp_path)
+    setting.wanted.fingerprints = True
+
+    done, outputs = setting.run()
+
+    assert done == [0]
+    prints = outputs.result()[0].fingerprints
+    result = run(
+        make_plan(setting.source, setting.target),
+        setting.wanted,
+        LocalStore(tmp_path / "src"),
+        str(tmp_path / "w"),
+    )
+    assert prints and prints == result.written[0].fingerprints
 
 
 def test_a_damaged_leaf_is_not_cloned_silently(tmp_path) -> None:

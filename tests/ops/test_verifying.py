@@ -201,7 +201,7 @@ def test_one_different_element_is_found_against_another_layout(trained: str, tmp
     (piece,) = ops.inspect(str(other)).where("layers.2.experts.down/momentum[1, 7, 3]")
     flip(other / piece.file, piece.offset)
 
-    report = ops.verify(trained, against=str(other))
+    report = ops.verify(trained, against=str(other), bitwise=True)
 
     assert [(fault.kind, fault.tensor, fault.box) for fault in report.faults] == [
         ("against", "layers.2.experts.down", "[1, 7, 3]")

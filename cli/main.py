@@ -33,6 +33,9 @@ COMMANDS: dict[str, dict[str, str]] = {
         "reshard": "Write a checkpoint in another layout or format.",
         "synth": "Write a random checkpoint, to try storage and layouts.",
     },
+    "Plan for faults": {
+        "goodput": "Advise how often to save, and account for a run's time.",
+    },
     "More": {
         "selftest": "Check every kernel against its torch form, here.",
         "demo": "Take the whole tour on a small model made on the spot.",

@@ -40,6 +40,31 @@ class SizeType(click.ParamType):
         return number
 
 
+class RateType(SizeType):
+    """Bytes a second: `55GB/s`, or the same without `/s`."""
+
+    name = "rate"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        return super().convert(value.removesuffix("/s") if isinstance(value, str) else value, param, ctx)
+
+
+class DurationType(click.ParamType):
+    """Seconds: `90`, `90s`, `250ms`, `20min`, `3.1h`, `2d`."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float | int):
+            return float(value)
+        units = {"": 1.0, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", value)
+        unit = units.get(match.group(2)) if match else None
+        if match is None or unit is None:
+            self.fail(f"{value!r} is no time; write it like 90s, 20min, 3.1h or 2d", param, ctx)
+        return float(match.group(1)) * unit
+
+
 class ShareType(click.ParamType):
     """A share in (0, 1]: `5%` or `0.05`."""
 
@@ -203,6 +228,7 @@ def _names() -> Iterable[str]:
 
 
 SIZE, SHARE, LAYOUT, SETTING = SizeType(), ShareType(), LayoutType(), SettingType()
+RATE, DURATION = RateType(), DurationType()
 DTYPE, PLACE, DESTINATION = DTypeType(), PlaceType(), DestinationType()
 FORMAT, MODEL = NameType("format", _formats), NameType("model", _models)
 NAMES, PRESET = NameType("names", _names), NameType("preset", _presets)

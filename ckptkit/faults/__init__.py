@@ -1,0 +1,1 @@
+"""Faults: what they cost (goodput), what a crash can leave behind (crash), and making them happen (inject)."""

@@ -16,6 +16,7 @@ from ckptkit.core.clips import clip, images, strided
 from ckptkit.core.local import LocalTensor, Segment
 from ckptkit.core.schema import Model, Tensor
 from ckptkit.errors import FormatError
+from ckptkit.formats.peft_names import adapt
 
 
 def plain_local(name: str, shape: tuple[int, ...]) -> LocalTensor:
@@ -87,6 +88,42 @@ def ties(shards: Catalog) -> dict[str, str]:
         for name, item in names.copies.items()
         if name not in stored and item.segments in same
     }
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What stored names are.
+
+    Attributes:
+        model: With the adapters that are stored; None where it is not known.
+        family: Of the names; `stored` without a model.
+        locals: Whole tensors by name.
+        tensors: Canonical tensors.
+        renamed: Stored names that have others here (`ckptkit.formats.peft_names`).
+    """
+
+    model: Model | None
+    family: str
+    locals: dict[str, LocalTensor]
+    tensors: Mapping[str, Tensor]
+    renamed: Mapping[str, str]
+
+
+def bind_stored(
+    model: Model | None, shapes: Mapping[str, tuple[int, ...]], where: str, warnings: list[str]
+) -> Bound:
+    """What names of stored whole tensors are: a model's, or without one themselves.
+
+    Raises:
+        FormatError: they are not this model's; lists them.
+    """
+    if model is None:
+        locals_ = {name: plain_local(name, shape) for name, shape in shapes.items()}
+        return Bound(None, "stored", locals_, {name: plain_tensor(name, s) for name, s in shapes.items()}, {})
+    model, renamed = adapt(model, shapes, where)
+    named = {renamed.get(name, name): shape for name, shape in shapes.items()}
+    family = family_of(model, named, where)
+    return Bound(model, family, bind_names(model, family, named, where, warnings), model.tensors, renamed)
 
 
 class Locals:

@@ -27,11 +27,9 @@ from ckptkit.formats.binding import model_of
 from ckptkit.formats.carried import carried
 from ckptkit.formats.chunks import (
     Locals,
-    bind_names,
+    bind_stored,
     cut_boxes,
-    family_of,
     plain_local,
-    plain_tensor,
     ties,
 )
 from ckptkit.formats.dcp_items import Found, Wanted, load_objects, locate
@@ -50,6 +48,7 @@ from ckptkit.formats.dcp_metadata import (
 from ckptkit.formats.dcp_state import read_extras, wanted_objects, write_extras
 from ckptkit.formats.distcp_writer import ItemWriter
 from ckptkit.formats.model_config import small_files
+from ckptkit.formats.peft_names import known_names
 from ckptkit.formats.stored_keys import SLOT_OF, Keys, sort_keys
 from ckptkit.formats.torch_zip import open_archive
 from ckptkit.stores.base import Store
@@ -88,38 +87,32 @@ class DcpFormat(Format):
             place = locate
         carried_ = carried(store, warnings)
         model = model_of(model_config.read_config(carried_, options, store.url), options, store.url)
-        known = {key for f in model.families for key in model.names(f).keys} if model is not None else set()
+        known = known_names(model, index.tensors) if model is not None else set()
         keys = sort_keys(index.tensors, index.objects, index.paths, known)
         stored = _stored(keys, index)
         shapes = {name: tensor.shape for (name, _), tensor in stored.items()}
-        tensors: Mapping[str, Tensor]
-        if model is not None:
-            family = family_of(model, shapes, store.url)
-            bound = bind_names(model, family, shapes, store.url, warnings)
-            tensors = model.tensors
-        else:
-            family = "stored"
-            bound = {name: plain_local(name, shape) for name, shape in shapes.items()}
-            tensors = {name: plain_tensor(name, shape) for name, shape in shapes.items()}
+        bound = bind_stored(model, shapes, store.url, warnings)
+        keys.rename(bound.renamed)
+        stored = {(bound.renamed.get(name, name), role): tensor for (name, role), tensor in stored.items()}
         if keys.unknown:
             warnings.append(
                 f"{len(keys.unknown)} optimizer tensors of unknown meaning were left out, such as {keys.unknown[0]}"
             )
         paths = [file.path for file in files]
-        locals_, entries = _entries(store, stored, bound, tensors, paths, place)
+        locals_, entries = _entries(store, stored, bound.locals, bound.tensors, paths, place)
         values = load_objects(store, wanted_objects(index, keys, warnings))
-        extras, origin = read_extras(values, index.paths, keys, bound, warnings)
+        extras, origin = read_extras(values, index.paths, keys, bound.locals, warnings)
         extras.files = carried_
         return Catalog(
             format=self.name,
             where=store.url,
-            tensors=tensors,
+            tensors=bound.tensors,
             locals=locals_,
             files=files,
             entries=entries,
             layout=origin.layout or _fsdp_layout(stored, max((file.rank for file in files), default=0) + 1),
-            model=model,
-            names=family,
+            model=bound.model,
+            names=bound.family,
             extras=extras,
             facts={**origin.facts, "warnings": warnings},
             identities={path: store.identity(path) for path in [*paths, *index.sources]},

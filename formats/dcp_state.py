@@ -25,8 +25,9 @@ from ckptkit.formats.optimizer_groups import (
     step_of,
     torch_fields,
 )
+from ckptkit.formats.peft_names import in_file, spell
 from ckptkit.formats.plain import TensorValue, from_plain, own_json, scalar
-from ckptkit.formats.stored_keys import Keys, clean
+from ckptkit.formats.stored_keys import Keys
 
 OURS = "ckptkit"
 KEYS = "torch_keys"
@@ -40,22 +41,54 @@ Path = tuple[str | int, ...]
 
 @dataclass
 class Convention:
-    """How a trainer names its state; kept, so that what came from it can be written for it again."""
+    """How a trainer names its state; kept, so that what came from it can be written for it again.
+
+    Attributes:
+        model_prefix, optimizer_prefix: What keys begin with.
+        flat: Whether optimizer groups are by parameter.
+        wrapped, adapter: Whether peft wraps the model, and its adapter's name (in memory; none in its files).
+    """
 
     model_prefix: str = "model."
     optimizer_prefix: str = "optimizer."
     flat: bool = False
+    wrapped: bool = False
+    adapter: str = ""
+
+    def __post_init__(self) -> None:
+        self._spelled: Mapping[str, str] = {}
+
+    def plain(self) -> dict[str, Any]:
+        """The fields, as JSON."""
+        return {
+            f: getattr(self, f) for f in ("model_prefix", "optimizer_prefix", "flat", "wrapped", "adapter")
+        }
+
+    def spell(self, shards: Catalog) -> None:
+        """Learn how the names in `shards` are spelled where peft wraps the model."""
+        if self.wrapped:
+            names = [item.key for item in shards.locals]
+            whole = shards.model.names(shards.names).keys if shards.model is not None else ()
+            spelled = spell(names, self.adapter, whole) if self.adapter else in_file(names, whole)
+            self._spelled = spelled
 
     def weight(self, name: str) -> tuple[str, Path]:
         """Key and path of a weight."""
+        name = self._spelled.get(name, name)
         return self.model_prefix + name, (*_parts(self.model_prefix), name)
 
     def state(self, name: str, slot: str) -> tuple[str, Path]:
+        name = self._spelled.get(name, name)
         key = f"state.{name}.{slot}"
         parts: Path = (key,) if self.flat else ("state", name, slot)
         return self.optimizer_prefix + key, (*_parts(self.optimizer_prefix), *parts)
 
+    def members(self, names: Sequence[str]) -> list[str]:
+        """The list of an optimizer group's parameters."""
+        return [self._spelled.get(name, name) for name in names]
+
     def group(self, which: int | str, name: str) -> tuple[str, Path]:
+        which = self._spelled.get(which, which) if isinstance(which, str) else which
         key = f"param_groups.{which}.{name}"
         parts: Path = (key,) if self.flat else ("param_groups", which, name)
         return self.optimizer_prefix + key, (*_parts(self.optimizer_prefix), *parts)
@@ -134,10 +167,11 @@ def read_extras(
             found.common["step"] = int(step)
     flat = bool(keys.groups) and not all(which.isdigit() for which in keys.groups)
     convention = Convention(
-        keys.model_prefix, keys.optimizer_prefix if keys.state or keys.groups else "optimizer.", flat
-    )
+        keys.model_prefix, keys.optimizer_prefix if keys.state or keys.groups else "optimizer.", flat,
+        keys.wrapped, keys.adapter,
+    )  # fmt: skip
     if convention != Convention():
-        found.common[KEYS] = dict(vars(convention))
+        found.common[KEYS] = convention.plain()
     if others:
         found.common[OBJECTS] = [[key, list(paths.get(key, (key,))), value] for key, value in others.items()]
     layout = ours.get("layout")
@@ -166,7 +200,7 @@ def _groups(
         names = fields.pop("params", None)
         if not isinstance(names, list):
             names = []
-        listed.append((fields, [clean(name) for name in names if isinstance(name, str)]))
+        listed.append((fields, [keys.clean(name) for name in names if isinstance(name, str)]))
     flat = {
         which: {name: _simple(values[key]) for name, key in fields.items() if key in values}
         for which, fields in keys.groups.items()
@@ -214,7 +248,8 @@ def write_extras(
     """
     common = dict(shards.extras.common)
     style, objects = common.pop(KEYS, None) or {}, common.pop(OBJECTS, None) or ()
-    state = State(Convention(*(style.get(f, d) for f, d in vars(Convention()).items())))
+    state = State(Convention(*(style.get(f, d) for f, d in Convention().plain().items())))
+    state.convention.spell(shards)
     groups = common.pop("groups", None)
     conv = state.convention
     for number, (group, members) in enumerate(family_groups(groups or (), names.values())):
@@ -228,7 +263,7 @@ def write_extras(
             for name, value in fields.items():
                 state.objects.append((*conv.group(which, name), value))
         if not conv.flat:
-            state.objects.append((*conv.group(number, "params"), members))
+            state.objects.append((*conv.group(number, "params"), conv.members(members)))
     for key, path, value in objects:
         state.objects.append((key, tuple(path), from_plain(value)))
     mine: dict[str, Any] = {"common": common, "layout": str(shards.layout or Layout())}

@@ -76,8 +76,8 @@ def small_files(shards: Catalog, taken: Collection[str]) -> Iterator[tuple[str, 
 
 def _check_written(config: Mapping[str, Any], shards: Catalog) -> None:
     """Raise FormatError, before anything is written, where a configuration would not be read back as the same model."""
-    model = shards.model
-    assert model is not None
+    assert shards.model is not None
+    model = shards.model.base
     try:
         again = model.schema.bind(config)
     except CkptError as error:

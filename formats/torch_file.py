@@ -26,9 +26,10 @@ from ckptkit.formats import model_config
 from ckptkit.formats.base import Format, ReadOptions, WriteOptions
 from ckptkit.formats.binding import model_of
 from ckptkit.formats.carried import carried
-from ckptkit.formats.chunks import Locals, bind_names, family_of, plain_local, plain_tensor, ties
+from ckptkit.formats.chunks import Locals, bind_stored, ties
 from ckptkit.formats.dcp_state import KEYS, State, read_extras, write_extras
 from ckptkit.formats.model_config import small_files
+from ckptkit.formats.peft_names import known_names
 from ckptkit.formats.plain import to_plain
 from ckptkit.formats.standins import Storage, StoredTensor
 from ckptkit.formats.stored_keys import SLOT_OF, Keys, sort_keys
@@ -69,20 +70,15 @@ class TorchFormat(Format):
         leaves, home = _union(archives, warnings)
         files = carried(store, warnings)
         model = model_of(model_config.read_config(files, options, store.url), options, store.url)
-        known = {key for f in model.families for key in model.names(f).keys} if model is not None else set()
         keyed = {key_of(path): path for path in leaves}
+        known = known_names(model, keyed) if model is not None else set()
         held = {key: leaf for key, path in keyed.items() if isinstance(leaf := leaves[path], StoredTensor)}
         keys = sort_keys(held, (key for key in keyed if key not in held), keyed, known)
         stored = {(name, "param"): key for name, key in keys.weights.items()} | keys.state
         shapes = {name: held[key].shape for (name, _), key in stored.items()}
-        family = family_of(model, shapes, store.url) if model is not None else "stored"
-        if model is not None:
-            bound = bind_names(model, family, shapes, store.url, warnings)
-        else:
-            bound = {name: plain_local(name, shape) for name, shape in shapes.items()}
-        tensors = (
-            model.tensors if model is not None else {n: plain_tensor(n, shape) for n, shape in shapes.items()}
-        )
+        bound = bind_stored(model, shapes, store.url, warnings)
+        keys.rename(bound.renamed)
+        stored = {(bound.renamed.get(name, name), role): key for (name, role), key in stored.items()}
         if keys.unknown:
             warnings.append(
                 f"{len(keys.unknown)} optimizer tensors of unknown meaning were left out, such as {keys.unknown[0]}"
@@ -90,22 +86,22 @@ class TorchFormat(Format):
         locals_ = Locals()
         table = []
         for (name, role), key in stored.items():
-            if name not in bound:
+            if name not in bound.locals:
                 continue
-            tensor, item, path = held[key], bound[name], home[keyed[key]]
+            tensor, item, path = held[key], bound.locals[name], home[keyed[key]]
             strides = None if tensor.contiguous else tensor.strides
             local, first, last = locals_.chunk(item, (0,) * len(tensor.shape), tensor.shape, strides)
-            code = ROLE_CODE[tensors[item.segments[0].tensor].kind if role == "param" else role]
+            code = ROLE_CODE[bound.tensors[item.segments[0].tensor].kind if role == "param" else role]
             offset = archives[path].place(tensor) if tensor.size else 0
             table.append((paths.index(path), local, code, tensor.dtype.code, first, last, offset))
         columns = np.asarray(table, np.int64).reshape(-1, 7).T
         values = _plain(keys, keyed, leaves, home, archives)
-        extras, origin = read_extras(values, keyed, keys, bound, warnings)
+        extras, origin = read_extras(values, keyed, keys, bound.locals, warnings)
         extras.files = files
         return Catalog(
-            format=self.name, where=store.url, tensors=tensors, locals=locals_.items,
+            format=self.name, where=store.url, tensors=bound.tensors, locals=locals_.items,
             files=[File(path, store.size(path), 0, 0) for path in paths], entries=Entries(*columns), layout=Layout(),
-            model=model, names=family, extras=extras, facts={**origin.facts, "warnings": warnings},
+            model=bound.model, names=bound.family, extras=extras, facts={**origin.facts, "warnings": warnings},
             identities={path: store.identity(path) for path in paths},
         )  # fmt: skip
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import xxhash
@@ -27,9 +27,10 @@ from ckptkit.formats import model_config
 from ckptkit.formats.base import Format, ReadOptions, WriteOptions
 from ckptkit.formats.binding import model_of
 from ckptkit.formats.carried import carried
-from ckptkit.formats.chunks import Locals, bind_names, family_of, plain_local, plain_tensor
+from ckptkit.formats.chunks import Locals, bind_stored
 from ckptkit.formats.model_config import small_files
 from ckptkit.formats.native_manifest import load_json
+from ckptkit.formats.peft_names import known_names
 from ckptkit.formats.stored_keys import sort_keys
 from ckptkit.formats.zarr_arrays import NODE, Array, array_json, parse_array, regions
 from ckptkit.formats.zarr_root import Root, node_bytes
@@ -77,28 +78,23 @@ class ZarrFormat(Format):
         root = Root.parse(store.url, store.read(NODE))
         files = carried(store, warnings)
         model = model_of(model_config.read_config(files, options, store.url), options, store.url)
-        known = {key for f in model.families for key in model.names(f).keys} if model is not None else set()
         arrays = _arrays(store, root)
+        paths_ = [array.path.replace("/", ".") for array in arrays]
+        known = known_names(model, paths_) if model is not None and root is None else set()
         held = _ours(arrays) if root is not None else _foreign(arrays, known, warnings)
         shapes = {one.name: one.array.shape for one in held}
-        if model is not None:
-            family = family_of(model, shapes, store.url)
-            bound = bind_names(model, family, shapes, store.url, warnings)
-            tensors: Mapping[str, Any] = model.tensors
-        else:
-            family = "stored"
-            bound = {name: plain_local(name, shape) for name, shape in shapes.items()}
-            tensors = {name: plain_tensor(name, shape) for name, shape in shapes.items()}
+        bound = bind_stored(model, shapes, store.url, warnings)
         paths = [path for path in store.files() if path.rpartition("/")[2] != NODE and "/" in path]
         sizes = dict(zip(paths, map(store.size, paths), strict=True))
         number: dict[str, int] = {}
         locals_ = Locals()
         table = []
         for one in held:
-            if one.name not in bound:
+            name = bound.renamed.get(one.name, one.name)
+            if name not in bound.locals:
                 continue
-            item, array = bound[one.name], one.array
-            role = ROLE_CODE[tensors[item.segments[0].tensor].kind if one.role == "param" else one.role]
+            item, array = bound.locals[name], one.array
+            role = ROLE_CODE[bound.tensors[item.segments[0].tensor].kind if one.role == "param" else one.role]
             if 0 in array.shape:
                 file = number.setdefault(f"{array.path}/{NODE}", len(number))
                 table.append((file, locals_.whole(item), role, array.dtype.code, 0, 0, 0))
@@ -113,8 +109,8 @@ class ZarrFormat(Format):
         extras.files = files
         listed = [File(path, sizes[path] if path in sizes else store.size(path), 0, 0) for path in number]
         return Catalog(
-            format=self.name, where=store.url, tensors=tensors, locals=locals_.items, files=listed,
-            entries=Entries(*np.asarray(table, np.int64).reshape(-1, 7).T), layout=Layout(), model=model, names=family,
+            format=self.name, where=store.url, tensors=bound.tensors, locals=locals_.items, files=listed,
+            entries=Entries(*np.asarray(table, np.int64).reshape(-1, 7).T), layout=Layout(), model=bound.model, names=bound.family,
             extras=extras, facts={**facts, "warnings": warnings},
             leaves=(lambda k: root.leaves(listed[k].path, listed[k].size)) if root is not None else None,
             identities={path: store.identity(path) for path in [NODE, *number]},

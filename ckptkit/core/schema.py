@@ -208,9 +208,21 @@ class Schema:
 
 
 class Model:
-    """A schema bound to one configuration: canonical tensors with sizes, and its families of names."""
+    """A schema bound to one configuration: canonical tensors with sizes, and its families of names.
 
-    def __init__(self, schema: Schema, config: dict[str, Any], sizes: dict[str, int], flags: Flags) -> None:
+    Attributes:
+        base: The model without adapters (`ckptkit.core.adapters`); itself where it has none.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        config: dict[str, Any],
+        sizes: dict[str, int],
+        flags: Flags,
+        base: "Model | None" = None,
+    ) -> None:
+        self.base = base or self
         self.schema = schema
         self.config = config
         self.sizes = sizes

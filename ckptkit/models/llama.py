@@ -73,6 +73,7 @@ SCHEMA = Schema(
                 *_with_biases(decoder.megatron_mlp(_MEGATRON + "mlp."), _MEGATRON_BIASES),
             ),
             decoder.MEGATRON_LAST,
+            adapters="megatron",
         ),
     ),
     sizes=_sizes,

@@ -42,6 +42,7 @@ _MEGATRON_FAMILY = Family(
         *decoder.megatron_experts(_MEGATRON + "mlp.experts."),
     ),
     decoder.MEGATRON_LAST,
+    adapters="megatron",
 )
 
 SCHEMA = Schema(

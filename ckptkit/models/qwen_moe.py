@@ -115,6 +115,7 @@ _MEGATRON_FAMILY = Family(
         *decoder.megatron_mlp(_MEGATRON + "mlp.", only_if="!routed"),
     ),
     decoder.MEGATRON_LAST,
+    adapters="megatron",
 )
 
 SCHEMA = Schema(

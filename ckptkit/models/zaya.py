@@ -281,7 +281,7 @@ def _half_layers(name: str, top: str, norm: str, attention: str, out: str, moe: 
         Name(f"{final}.weight", "norm: hidden"),
         *_head(head),
     )
-    return Family(name, first, layer, last)
+    return Family(name, first, layer, last, adapters="megatron" if top == "decoder" else "peft")
 
 
 _MEGATRON = _half_layers("megatron", "decoder", "input_layernorm", "self_attention", "linear_proj", "mlp")

@@ -14,7 +14,7 @@ from ckptkit.formats.optimizer_groups import (
     step_of,
     torch_fields,
 )
-from ckptkit.formats.stored_keys import clean, sort_keys
+from ckptkit.formats.stored_keys import Keys, sort_keys
 
 NAMES = ["model.layers.0.w", "state.x", "lm_head.weight"]
 
@@ -74,8 +74,8 @@ def test_a_known_model_tells_its_prefix() -> None:
 
 def test_wrappers_are_no_part_of_a_name() -> None:
     """Compiled, checkpointed and FSDP-wrapped modules have the names of what they wrap."""
-    assert clean("_orig_mod.a._fsdp_wrapped_module.b._checkpoint_wrapped_module.c") == "a.b.c"
-    assert clean("not_orig_mod.x") == "not_orig_mod.x"
+    assert Keys().clean("_orig_mod.a._fsdp_wrapped_module.b._checkpoint_wrapped_module.c") == "a.b.c"
+    assert Keys().clean("not_orig_mod.x") == "not_orig_mod.x"
 
 
 def test_state_of_trainers_is_no_weight() -> None:

@@ -9,7 +9,8 @@
     ├── CorruptionError     exit 3   bytes differ from their digest, checksum or replica
     ├── UnsafeError         exit 3   reading on would run foreign code, or leave the checkpoint's folder
     ├── StoreError          exit 4   the destination or a store failed
-    └── InterruptedRunError exit 5   stopped before the end; the same command goes on from there
+    ├── InterruptedRunError exit 5   stopped before the end; the same command goes on from there
+    └── TrainingError       exit 6   training cannot go on: the loss is no number
 
 Exit code 1 belongs to no error: it is a completed check (`verify`, `diff`) that found differences.
 
@@ -86,3 +87,9 @@ class InterruptedRunError(CkptError):
     """A run stopped before its end and left nothing half visible; the same command goes on from there."""
 
     exit_code = 5
+
+
+class TrainingError(CkptError):
+    """Training cannot go on by itself: the loss or the gradient is no number."""
+
+    exit_code = 6

@@ -19,6 +19,7 @@ from ckptkit import errors
         (errors.UnsafeError, 3),
         (errors.StoreError, 4),
         (errors.InterruptedRunError, 5),
+        (errors.TrainingError, 6),
     ],
 )
 def test_every_kind_has_the_exit_code_of_the_design_and_stands_in_the_docstring(

@@ -131,11 +131,15 @@ class Hashed:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """End of `PullShard`: every leaf, digest file, extras and index are here and verified, or not (`reason`)."""
+    """End of `PullShard`: every leaf, digest file, extras and index are here and verified, or not (`reason`).
+
+    `used` is the size of the data; only a restore's pulls do not know it before.
+    """
 
     slot: int
     seq: int
     reason: str = ""
+    used: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +186,13 @@ class Pressure:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotReady:
+    """The slot's memory is allocated and populated (again): it may be used."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class Operator:
     """A request of the operator, or SIGTERM, on this node: `drain` or bans."""
 
@@ -196,7 +207,7 @@ class Tick:
 
 NodeEvent = (
     Called | SessionClosed | OwnerExited | Received | Hashed | Pulled | PullProgress | Scrubbed | Repaired | Drained | Pressure
-    | Operator | Tick
+    | SlotReady | Operator | Tick
 )  # fmt: skip
 
 
@@ -356,7 +367,7 @@ class RepairSlot:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseMemory:
-    """Give the free slot's memory back to the system."""
+    """Give the free slot's memory back to the system. It is not used again before `SlotReady`."""
 
     slot: int
 

@@ -52,7 +52,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part of a version. `digest` stands for all three files of it (the checksum of its `.digests` file)."""
+    """One rank's part of a version. `digest` is the content digest of its rank file."""
 
     version: Version
     rank: Rank
@@ -228,9 +228,10 @@ class Record:
 
 @message
 class RestoreDecision:
-    """What all ranks of an epoch restore, or `error`. `sources[p]` are the places of shard p, unordered.
+    """What all ranks of an epoch restore, or `error`. `sources[p]` are the places of shard p, unordered
+    (`restore.nearest` orders them for a node), `digests[p]` its digest.
 
-    `keep` and `cand` become those of the first record, should all ranks succeed.
+    `keep` becomes that of the first record, should all ranks succeed.
     """
 
     epoch: Count
@@ -240,6 +241,7 @@ class RestoreDecision:
     world: Count = 0
     index_hash: Annotated[str, Matching("([0-9a-f]{32})?", "digest or nothing")] = ""
     sources: Annotated[tuple[Annotated[tuple[Source, ...], AtMost(64)], ...], AtMost(MAX_RANKS)] = ()
+    digests: Annotated[tuple[Digest, ...], AtMost(MAX_RANKS)] = ()
     keep: Version | None = None
     excluded: Annotated[tuple[Version, ...], AtMost(1000)] = ()
     error: Reason = ""

@@ -27,11 +27,17 @@ class SlotTable:
     Args:
         records: One for each slot, as stored or new. Slots and lanes are fixed from here on.
         slot_bytes: Capacity of each.
+
+    Attributes:
+        refs: Readers of each slot.
+        unready: Slots whose memory is not allocated and populated; none of them is handed out.
+        lanes: The slots of each lane.
     """
 
     def __init__(self, records: Iterable[SlotRecord], slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
         self._records = {record.slot: record for record in records}
+        self.unready: set[int] = set()
         self.refs = dict.fromkeys(self._records, 0)
         self.lanes: dict[str, tuple[int, ...]] = {}
         for slot, record in sorted(self._records.items()):
@@ -39,6 +45,9 @@ class SlotTable:
 
     def __getitem__(self, slot: int) -> SlotRecord:
         return self._records[slot]
+
+    def get(self, slot: int) -> SlotRecord | None:
+        return self._records.get(slot)
 
     def __contains__(self, slot: int) -> bool:
         return slot in self._records
@@ -71,6 +80,8 @@ class SlotTable:
         oldest: tuple[Version, int] | None = None
         for slot in self.lanes.get(lane, ()):
             found = self._records[slot]
+            if slot in self.unready:
+                continue
             if found.state == "FREE":
                 return slot
             if self.evictable(slot, record):
@@ -141,9 +152,11 @@ class SlotTable:
         assert found.state == "WRITING" and not found.writer_done
         return self._put(replace(found, used=used, index_hash=index_hash, writer_done=True))
 
-    def seal(self, slot: int, digest: str) -> SlotRecord:
+    def seal(self, slot: int, digest: str, used: int = 0) -> SlotRecord:
+        """Digests are there. `used` where the size becomes known only now."""
         found = self._records[slot]
         assert found.state == "WRITING"
+        found = replace(found, used=used or found.used)
         return self._put(
             replace(
                 found,

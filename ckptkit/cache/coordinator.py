@@ -1,0 +1,435 @@
+"""The coordinator: one for each epoch, on rank 0's node. Votes and reports in, one growing `Record` out.
+
+Its whole memory is a `CoordinatorRecord`, stored before any of it is told. Everything else (votes that are not complete, who holds
+which copy, reports of a restore) is said again by the nodes until it has had its effect, so that a restart loses nothing. A version is
+decided by one write: COMMIT makes it `newest` and thereby decides all before it.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from ckptkit.cache.events import (
+    AskInventories,
+    Broadcast,
+    CoordinatorEvent,
+    DurableListed,
+    Effect,
+    InventoryArrived,
+    ListDurable,
+    ManifestWritten,
+    Note,
+    Received,
+    Refuse,
+    Send,
+    Tick,
+    WriteCoordinator,
+    WriteManifest,
+)
+from ckptkit.cache.messages import (
+    BanRequest,
+    Bans,
+    CoordinatorRecord,
+    CopyLost,
+    DrainReport,
+    DrainRequest,
+    Epoch,
+    Holding,
+    Inventory,
+    Poll,
+    Record,
+    RestoreDecision,
+    RestoreReport,
+    ToCoordinator,
+    Version,
+    Vote,
+)
+from ckptkit.cache.placement import Cliques
+from ckptkit.cache.restore import choose
+from ckptkit.cache.settings import Settings
+
+MOST_ABORTED = 128
+
+
+@dataclass(slots=True)
+class Ballot:
+    """Votes for one step: who is missing, and since when."""
+
+    index_hash: str
+    started: float
+    missing: set[str]
+
+
+@dataclass(slots=True)
+class Copying:
+    """Who holds which shard of `cand`. `missing` are the ranks whose copies are not done."""
+
+    since: float
+    missing: set[int]
+    holders: dict[tuple[int, str], set[str]] = field(default_factory=dict)
+
+
+class Coordinator:
+    """Decides saves, level 2, drains and the restore of one epoch. Use `start`, then `handle` for every event.
+
+    Attributes:
+        epoch: Its members never change.
+        restore: The decision that ranks restore by, None before there is one.
+        record: None until all ranks have restored.
+    """
+
+    def __init__(
+        self, epoch: Epoch, stored: CoordinatorRecord | None, settings: Settings, now: float
+    ) -> None:
+        self.epoch, self.settings = epoch, settings
+        self.cliques = Cliques(epoch.domains, epoch.copies)
+        if stored is None or (stored.epoch, stored.inc) != (epoch.epoch, epoch.inc):
+            stored = CoordinatorRecord(epoch.epoch, epoch.inc)
+        self.restore, self.record = stored.restore, stored.record
+        self.bans = self.record.bans if self.record else Bans()
+        self.ballots: dict[int, Ballot] = {}
+        self._latencies: deque[float] = deque(maxlen=32)
+        self._copying: Copying | None = None
+        self._begin_copying(now)
+        self._inventories: dict[str, Inventory] = {}
+        self._durable: DurableListed | None = None
+        self._choosing = self.restore is None
+        self._deadline = now + settings.inventory_s
+        self._loaded: set[str] = set()
+        self._drained: set[str] = set()
+        self._drain_fails = self._drain_due = self._writing_manifest = False
+        self._manifest_at = now
+
+    @classmethod
+    def start(
+        cls, epoch: Epoch, stored: CoordinatorRecord | None, settings: Settings, now: float
+    ) -> tuple["Coordinator", list[Effect]]:
+        """The coordinator of `epoch`, new or after a restart of its daemon (`stored`: what it wrote last, of whatever epoch)."""
+        made = cls(epoch, stored, settings, now)
+        if made.record is not None:
+            return made, [Broadcast(made.record)]
+        if made.restore is not None:
+            return made, [Broadcast(made.restore)]
+        return made, [AskInventories(epoch), ListDurable()]
+
+    def handle(self, event: CoordinatorEvent, now: float) -> list[Effect]:
+        """What to do about it, in this order (`events`)."""
+        match event:
+            case Received(message):
+                return self._received(message, now)  # type: ignore[arg-type]
+            case InventoryArrived(node, inventory):
+                return self._inventory(node, inventory, now)
+            case DurableListed():
+                self._durable = event
+                self.bans = self.bans.union(event.bans)
+                return self._choose(now)
+            case ManifestWritten():
+                return self._manifest(event, now)
+            case Tick():
+                return self._tick(now)
+
+    def _received(self, message: ToCoordinator, now: float) -> list[Effect]:
+        if (message.epoch, message.inc) != (self.epoch.epoch, self.epoch.inc):
+            return [Refuse(409, f"epoch {self.epoch.epoch} is on")]
+        if message.node not in self.epoch.ranks:
+            return [Refuse(403, f"node {message.node} is no member of epoch {self.epoch.epoch}")]
+        match message:
+            case Vote():
+                return self._vote(message, now)
+            case Holding():
+                return self._holding(message, now)
+            case CopyLost():
+                return self._lost(message)
+            case Poll():
+                return self._poll(message)
+            case RestoreReport():
+                return self._report(message, now)
+            case DrainReport():
+                return self._drain_report(message, now)
+            case DrainRequest():
+                return self._drain_request()
+            case BanRequest():
+                return self._ban(message.bans)
+
+    # --- saves ------------------------------------------------------------------------------------------------------------
+
+    def decided(self, version: Version) -> bool:
+        """Whether it is committed or never will be."""
+        assert self.record is not None
+        newest = self.record.newest
+        return self.record.rejects(version) or (newest is not None and version <= newest)
+
+    def _vote(self, vote: Vote, now: float) -> list[Effect]:
+        if self.record is None:
+            return [Refuse(425, "the restore has not ended")]
+        version = self.epoch.version(vote.step)
+        if self.decided(version):
+            return [Send(vote.node, self.record)]
+        if vote.refusal or self.bans.hard(version):
+            return self._abort([vote.step], vote.refusal or "banned", vote.node)
+        if tuple(seal.rank for seal in vote.seals) != self.epoch.ranks[vote.node]:
+            return [Refuse(422, f"a vote of {vote.node} is of its own ranks")]
+        ballot = self.ballots.get(vote.step)
+        if ballot is None:
+            ballot = self.ballots[vote.step] = Ballot(vote.index_hash, now, set(self.epoch.ranks))
+        if ballot.index_hash != vote.index_hash:
+            return self._abort([vote.step], "ranks have different indexes", vote.node)
+        ballot.missing.discard(vote.node)
+        return [] if ballot.missing else self._commit(version, ballot, now)
+
+    def _commit(self, version: Version, ballot: Ballot, now: float) -> list[Effect]:
+        assert self.record is not None
+        self._latencies.append(now - ballot.started)
+        self.ballots = {step: other for step, other in self.ballots.items() if step > version.step}
+        aborted = tuple(step for step in self.record.aborted if step > version.step)
+        record = replace(self.record, newest=version, aborted=aborted, cand=self.record.cand or version)
+        notes: list[Effect] = [Note("commit", (("step", version.step), ("seconds", now - ballot.started)))]
+        if self.settings.drain_every and version.step % self.settings.drain_every == 0:
+            if record.drain is None or self._drain_fails:
+                record = self._draining(record, version)
+            else:
+                notes.append(Note("drain_skipped", (("step", version.step),)))
+        return self._publish(record, now) + notes
+
+    def _abort(self, steps: list[int], reason: str, node: str = "") -> list[Effect]:
+        assert self.record is not None
+        for step in steps:
+            self.ballots.pop(step, None)
+        aborted, floor = sorted({*self.record.aborted, *steps}), self.record.floor
+        if len(aborted) > MOST_ABORTED:
+            floor = aborted[-MOST_ABORTED // 2]
+            aborted = [step for step in aborted if step > floor]
+            self.ballots = {step: ballot for step, ballot in self.ballots.items() if step > floor}
+        record = replace(self.record, aborted=tuple(aborted), floor=floor)
+        facts = (("step", steps[-1]), ("reason", reason), ("node", node))
+        return [*self._publish(record, None), Note("abort", facts)]
+
+    def _late(self, now: float) -> list[int]:
+        limit = self.settings.vote_s
+        if self._latencies:
+            limit = max(limit, 4 * median(self._latencies))
+        return [step for step, ballot in self.ballots.items() if now - ballot.started >= limit]
+
+    # --- copies -----------------------------------------------------------------------------------------------------------
+
+    def _begin_copying(self, now: float) -> None:
+        cand = self.record.cand if self.record else None
+        self._copying = Copying(now, set(range(self.epoch.world))) if cand else None
+
+    def _holding(self, held: Holding, now: float) -> list[Effect]:
+        if self.record is None or self._copying is None or held.version != self.record.cand:
+            return []
+        for seal in held.seals:
+            holders = self._copying.holders.setdefault((seal.rank, seal.digest), set())
+            holders.add(held.node)
+            if seal.rank in self._copying.missing and self.cliques.replicated(holders):
+                self._copying.missing.discard(seal.rank)
+        if self._copying.missing:
+            return []
+        cand, newest = self.record.cand, self.record.newest
+        following = newest if newest != cand else None
+        note = Note("level2", (("step", held.version.step), ("seconds", now - self._copying.since)))
+        return [*self._publish(replace(self.record, keep=cand, cand=following, degraded=False), now), note]
+
+    def _lost(self, lost: CopyLost) -> list[Effect]:
+        if self.record is None:
+            return []
+        note = Note("copy_lost", (("step", lost.version.step), ("rank", lost.rank), ("node", lost.node)))
+        if self._copying and lost.version == self.record.cand:
+            for (rank, _), holders in self._copying.holders.items():
+                if rank == lost.rank:
+                    holders.discard(lost.node)
+                    if not self.cliques.replicated(holders):
+                        self._copying.missing.add(rank)
+        if lost.version == self.record.keep and not self.record.degraded:
+            return [*self._publish(replace(self.record, degraded=True), None), note]
+        return [note]
+
+    # --- the restore ------------------------------------------------------------------------------------------------------
+
+    def _inventory(self, node: str, inventory: Inventory | None, now: float) -> list[Effect]:
+        if inventory is None or not self._choosing:
+            return []
+        self._inventories[node] = inventory
+        self.bans = self.bans.union(inventory.bans)
+        return self._choose(now)
+
+    def _choose(self, now: float) -> list[Effect]:
+        """Decide what is restored, once all members and the durable storage were asked, or time is up."""
+        if not self._choosing:
+            return []
+        asked = all(node in self._inventories for node in self.epoch.ranks)
+        listed = self._durable is not None and not self._durable.failure
+        if not (asked and listed) and now < self._deadline:
+            return []
+        self._choosing = False
+        durable = self._durable.shards if self._durable else ()
+        excluded = self.restore.excluded if self.restore else ()
+        if self.restore and self.restore.version:
+            excluded = (*excluded, self.restore.version)
+        choice = choose(self._inventories, durable, self.bans, excluded, self.cliques)
+        base = RestoreDecision(
+            self.epoch.epoch,
+            self.epoch.inc,
+            self.restore.attempt + 1 if self.restore else 1,
+            excluded=excluded,
+        )
+        if choice is None:
+            self.restore = replace(base, error="" if self.epoch.fresh else self._why_none(durable, listed))
+        else:
+            self.restore = replace(
+                base, version=choice.version, world=choice.world, index_hash=choice.index_hash,
+                sources=choice.sources, digests=choice.digests, keep=choice.keep,
+            )  # fmt: skip
+        self._loaded.clear()
+        return [self._stored(), Broadcast(self.restore)]
+
+    def _why_none(self, durable: tuple, listed: bool) -> str:
+        """Why there is nothing to restore although there may have been, empty where there never was."""
+        silent = sorted(set(self.epoch.ranks) - set(self._inventories))
+        if not listed:
+            why = self._durable.failure if self._durable else "no answer"
+            return f"no whole checkpoint in memory, and the durable storage cannot be listed: {why}"
+        if silent:
+            return f"no whole checkpoint found, and nodes {', '.join(silent[:8])} did not answer"
+        seen = {shard.version for inventory in self._inventories.values() for shard in inventory.shards}
+        seen |= {shard.version for shard in durable}
+        if seen:
+            return f"no whole checkpoint that may be restored; parts or bad copies of {len(seen)} exist, newest {max(seen)}"
+        return ""
+
+    def _report(self, report: RestoreReport, now: float) -> list[Effect]:
+        if self.record is not None:
+            return [Send(report.node, self.record)]
+        if self.restore is None or report.attempt != self.restore.attempt or self.restore.error:
+            return []
+        if report.failure:
+            if self._choosing:
+                return []
+            self._inventories.clear()
+            self._durable = None
+            self._choosing, self._deadline = True, now + self.settings.inventory_s
+            note = Note(
+                "restore_failed",
+                (("attempt", report.attempt), ("node", report.node), ("reason", report.failure)),
+            )
+            return [AskInventories(self.epoch), ListDurable(), note]
+        self._loaded.add(report.node)
+        if self._choosing or self._loaded != set(self.epoch.ranks):
+            return []
+        version, keep = self.restore.version, self.restore.keep
+        # Copies of another layout's shards belong to no rank of this epoch; they stay where they are, and are not renewed.
+        cand = version if version != keep and self.restore.world == self.epoch.world else None
+        record = Record(
+            self.epoch.epoch,
+            self.epoch.inc,
+            0,
+            restored=version,
+            newest=version,
+            keep=keep,
+            cand=cand,
+            bans=self.bans,
+        )
+        return self._publish(record, now)
+
+    # --- durable ----------------------------------------------------------------------------------------------------------
+
+    def _draining(self, record: Record, version: Version) -> Record:
+        self._drained.clear()
+        self._drain_fails = self._writing_manifest = False
+        return replace(record, drain=version)
+
+    def _drain_request(self) -> list[Effect]:
+        record = self.record
+        if record is None or record.newest is None or record.newest in (record.drain, record.durable):
+            return []
+        if record.newest.epoch != self.epoch.epoch and (
+            self.restore is None or self.restore.world != self.epoch.world
+        ):
+            return [
+                Note("drain_refused", (("step", record.newest.step), ("reason", "saved in another layout")))
+            ]
+        if record.drain is not None and not self._drain_fails:
+            self._drain_due = True
+            return []
+        return self._publish(self._draining(record, record.newest), None)
+
+    def _drain_report(self, report: DrainReport, now: float) -> list[Effect]:
+        if self.record is None or report.version != self.record.drain:
+            return [Send(report.node, self.record)] if self.record else []
+        if report.failure:
+            self._drain_fails = True
+            return [Note("drain_failed", (("node", report.node), ("reason", report.failure)))]
+        self._drained.add(report.node)
+        return self._write_manifest(now)
+
+    def _write_manifest(self, now: float) -> list[Effect]:
+        record = self.record
+        if (
+            record is None
+            or record.drain is None
+            or self._writing_manifest
+            or self._drained != set(self.epoch.ranks)
+        ):
+            return []
+        self._writing_manifest, self._manifest_at = True, now
+        return [WriteManifest(record.drain)]
+
+    def _manifest(self, event: ManifestWritten, now: float) -> list[Effect]:
+        record = self.record
+        if record is None or event.version != record.drain:
+            return []
+        self._writing_manifest = False
+        if event.failure:
+            self._drain_fails = True
+            return [Note("drain_failed", (("node", "coordinator"), ("reason", event.failure)))]
+        record = replace(record, drain=None, durable=event.version)
+        if self._drain_due and record.newest != event.version and record.newest is not None:
+            record = self._draining(record, record.newest)
+        self._drain_due = False
+        return [*self._publish(record, None), Note("durable", (("step", event.version.step),))]
+
+    # --- everything else --------------------------------------------------------------------------------------------------
+
+    def _poll(self, poll: Poll) -> list[Effect]:
+        if self.record is not None:
+            return [Send(poll.node, self.record)] if poll.dseq < self.record.dseq else []
+        if self.restore is not None and poll.attempt < self.restore.attempt:
+            return [Send(poll.node, self.restore)]
+        return []
+
+    def _ban(self, bans: Bans) -> list[Effect]:
+        joined = self.bans.union(bans)
+        if joined == self.bans:
+            return []
+        self.bans = joined
+        return self._publish(replace(self.record, bans=joined), None) if self.record else []
+
+    def _tick(self, now: float) -> list[Effect]:
+        if self.record is None:
+            return self._choose(now)
+        effects: list[Effect] = []
+        if late := self._late(now):
+            effects += self._abort(late, "votes are missing")
+        if self._copying and now - self._copying.since >= self.settings.replica_s:
+            cand = self.record.newest
+            if cand != self.record.cand or not self.record.degraded:
+                effects += self._publish(replace(self.record, cand=cand, degraded=True), now)
+                effects.append(Note("replica_degraded"))
+        if now - self._manifest_at >= self.settings.resend_s:
+            effects += self._write_manifest(now)
+        return effects
+
+    def _publish(self, record: Record, now: float | None) -> list[Effect]:
+        """Store the next record, then tell everyone. `now` where `cand` may have changed."""
+        before = self.record.cand if self.record else None
+        self.record = replace(record, dseq=record.dseq + 1)
+        if self.record.cand != before:
+            assert now is not None
+            self._begin_copying(now)
+        return [self._stored(), Broadcast(self.record)]
+
+    def _stored(self) -> WriteCoordinator:
+        return WriteCoordinator(
+            CoordinatorRecord(self.epoch.epoch, self.epoch.inc, self.restore, self.record)
+        )

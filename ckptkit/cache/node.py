@@ -1,0 +1,601 @@
+"""One node: the calls of its ranks, votes, fencing, its part of restores and drains. Copies are `replication`'s.
+
+A node never waits for the coordinator: what it has to say it says again until the record shows the effect. What the record says is
+applied when a slot is wanted, never kept in a slot.
+"""
+
+from dataclasses import dataclass, field
+
+from ckptkit.cache.events import (
+    Abort,
+    Answer,
+    Begin,
+    Begun,
+    Called,
+    CancelDrain,
+    CloseSession,
+    Drained,
+    DrainVersion,
+    Effect,
+    EpochAccepted,
+    Hashed,
+    HashSlot,
+    Join,
+    KillOwner,
+    Lease,
+    Loaded,
+    MarkBad,
+    NodeEvent,
+    Note,
+    Operator,
+    OwnerExited,
+    Pressure,
+    Pulled,
+    PullProgress,
+    Received,
+    Refuse,
+    Repaired,
+    Scrubbed,
+    Seal,
+    Send,
+    SessionClosed,
+    SlotReady,
+    StateChanged,
+    Tick,
+    WatchOwner,
+    WriteBans,
+    WriteEpoch,
+    WriteSlot,
+)
+from ckptkit.cache.messages import (
+    BanRequest,
+    Bans,
+    CopyLost,
+    DrainReport,
+    DrainRequest,
+    Epoch,
+    Inventory,
+    Mark,
+    Offer,
+    OfferAnswer,
+    Owner,
+    Poll,
+    Record,
+    RestoreDecision,
+    RestoreReport,
+    Sealed,
+    Shard,
+    SlotRecord,
+    ToNode,
+    Version,
+    Vote,
+)
+from ckptkit.cache.replication import Replication
+from ckptkit.cache.settings import Settings
+from ckptkit.cache.slots import SlotTable, own_lane
+
+LONG_AGO = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One connection of a rank that has joined the present epoch."""
+
+    rank: int
+    local_rank: int
+    owner: Owner
+
+
+@dataclass(slots=True)
+class Save:
+    """A step of the present epoch that some local rank began and that is not decided. `refusal`: it cannot become whole."""
+
+    refusal: str = ""
+    sent: float = LONG_AGO
+
+
+@dataclass
+class Drain:
+    """The version that is written to durable storage, and what there is to say about it."""
+
+    version: Version
+    slots: tuple[int, ...]
+    report: DrainReport | None = None
+    sent: float = LONG_AGO
+
+
+@dataclass
+class Node:
+    """The state of one node's daemon. Make it with `start`; call `handle` for every event.
+
+    Attributes:
+        name: Its id among the members.
+        table: Its slots. To be read only.
+        epoch: The newest epoch that it has accepted.
+        record: The coordinator's newest record; right after a new epoch, still that of the one before.
+        restore: What the present epoch restores, once decided.
+        bans: All that it has heard of.
+    """
+
+    name: str
+    table: SlotTable
+    epoch: Epoch | None
+    bans: Bans
+    settings: Settings
+    record: Record | None = None
+    restore: RestoreDecision | None = None
+    sessions: dict[int, Session] = field(default_factory=dict)
+    owners: dict[int, Owner] = field(default_factory=dict)
+    saves: dict[int, Save] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.replication = Replication(self)
+        self._last_step: dict[int, int] = {}
+        self._loaded: dict[int, str] = {}
+        self._reported = self._polled = self._asked_drain = LONG_AGO
+        self._fenced: dict[Owner, float] = {}
+        self._drain: Drain | None = None
+        self._drain_wanted = False
+
+    @classmethod
+    def start(
+        cls, name: str, table: SlotTable, epoch: Epoch | None, bans: Bans, settings: Settings, now: float
+    ) -> tuple["Node", list[Effect]]:
+        """The node at the start of its daemon, from what is stored (empty and free where nothing is).
+
+        Slots that a rank was writing stay reserved for it until it comes back or exits; digests and pulls that were under way begin again.
+        """
+        node = cls(name, table, epoch, bans, settings)
+        return node, node._recover(now)
+
+    # --- what the shell reads ---------------------------------------------------------------------------------------------
+
+    @property
+    def trains(self) -> bool:
+        """Whether the restore of the present epoch has ended, so that ranks may train."""
+        return self.epoch is not None and self._of_epoch(self.record)
+
+    @property
+    def saving(self) -> bool:
+        """Whether a rank is writing to a slot: replication yields meanwhile."""
+        return any(r.state == "WRITING" and r.writer is not None and not r.writer_done for r in self.table)
+
+    def inventory(self) -> Inventory:
+        return Inventory(self.name, self.table.shards(), self.bans)
+
+    def acquire(self, version: Version, rank: int) -> SlotRecord | None:
+        """Hold a copy of this shard for reading; it is not overwritten before `release`. None: there is none."""
+        if (found := self.table.find(version, rank)) is not None:
+            self.table.refs[found.slot] += 1
+        return found
+
+    def release(self, slot: int) -> None:
+        assert self.table.refs[slot] > 0, f"slot {slot} was released more often than held"
+        self.table.refs[slot] -= 1
+
+    # --- events -----------------------------------------------------------------------------------------------------------
+
+    def handle(self, event: NodeEvent, now: float) -> list[Effect]:
+        """What to do about it, in this order (`events`)."""
+        match event:
+            case Called():
+                return self._called(event, now)
+            case SessionClosed(session):
+                self.sessions.pop(session, None)
+                return []
+            case OwnerExited(owner):
+                return self._exited(owner, now)
+            case Received(message):
+                return self._received(message, now)  # type: ignore[arg-type]
+            case Hashed():
+                return self._hashed(event, now)
+            case Pulled() | PullProgress() | Scrubbed() | Repaired() | Pressure() | SlotReady():
+                return self.replication.handle(event, now)
+            case Drained():
+                return self._drained(event, now)
+            case Operator(drain, bans):
+                self._drain_wanted |= drain
+                effects = self._ban(bans) if bans else []
+                return effects + (self._ask_drain(now) if drain else [])
+            case Tick():
+                return self._tick(now)
+
+    def _called(self, event: Called, now: float) -> list[Effect]:
+        session, call = event.session, event.call
+        if isinstance(call, Join):
+            return self._join(session, event.owner, call, now)
+        who = self.sessions.get(session)
+        if who is None:
+            return [Answer(session, 409, "this connection has joined no epoch, or a later one has begun")]
+        match call:
+            case Begin():
+                return self._begin(session, who, call, now)
+            case Seal():
+                return self._seal(session, who, call, now)
+            case Abort(slot):
+                return self._give_up(session, who, slot, now)
+            case Loaded(attempt, failure):
+                if self.restore is None or attempt != self.restore.attempt:
+                    return [Answer(session, 409, "another attempt of the restore is on")]
+                self._loaded.setdefault(who.rank, failure)
+                return [Answer(session, 200), *self._report(now)]
+            case MarkBad(version):
+                assert self.epoch is not None
+                mark = Mark(version, self.epoch.epoch)
+                return [*self._ban(Bans(marks=(mark,))), Answer(session, 200)]
+
+    # --- epochs -----------------------------------------------------------------------------------------------------------
+
+    def _join(self, session: int, owner: Owner, call: Join, now: float) -> list[Effect]:
+        epoch = call.epoch
+        problem = epoch.problem or (
+            ""
+            if call.rank in epoch.ranks.get(self.name, ())
+            else f"rank {call.rank} is not on node {self.name}"
+        )
+        lane = own_lane(call.local_rank)
+        if not problem and lane not in self.table.lanes:
+            problem = f"there are no slots for local rank {call.local_rank}"
+        if problem:
+            return [Answer(session, 422, problem)]
+        effects: list[Effect] = []
+        if self.epoch is None or epoch.epoch > self.epoch.epoch:
+            effects = self._accept(epoch, now)
+        elif (epoch.epoch, epoch.inc) != (self.epoch.epoch, self.epoch.inc):
+            return [Answer(session, 409, f"epoch {self.epoch.epoch} is taken; begin a higher one")]
+        elif epoch != self.epoch:
+            return [
+                Answer(session, 409, "the members differ from those that an earlier rank of this epoch gave")
+            ]
+        if (holder := self.owners.setdefault(call.rank, owner)) != owner:
+            return [
+                Answer(
+                    session,
+                    409,
+                    f"rank {call.rank} is process {holder.pid}; a restarted rank needs a new epoch",
+                )
+            ]
+        self.sessions[session] = Session(call.rank, call.local_rank, owner)
+        slots = tuple(slot for slot in self.table.lanes[lane] if self.table[slot].state != "RETIRED")
+        return [*effects, Lease(session, lane, slots)]
+
+    def _accept(self, epoch: Epoch, now: float) -> list[Effect]:
+        """Take part in a new epoch, and nothing else of an earlier one."""
+        effects: list[Effect] = [WriteEpoch(epoch)]
+        effects += [CloseSession(session, "FENCED") for session in self.sessions]
+        self.epoch, self.restore = epoch, None
+        for held in (self.sessions, self.owners, self.saves, self._last_step, self._loaded):
+            held.clear()
+        self._reported = self._polled = LONG_AGO
+        effects += self._quarantine(now)
+        if self._drain is not None:
+            effects.append(CancelDrain(self._drain.version))
+            self._drain = None
+        self._drain_wanted = False
+        self.replication.new_epoch()
+        return [*effects, EpochAccepted(epoch), StateChanged()]
+
+    def _quarantine(self, now: float) -> list[Effect]:
+        """Set aside what processes of earlier epochs may still be writing to, until they are gone."""
+        effects: list[Effect] = []
+        for found in self.table:
+            if found.writer is None or found.writer_done or found.version is None:
+                continue
+            if found.state == "QUARANTINED" or (
+                found.state == "WRITING" and not self._current(found.version)
+            ):
+                if found.state == "WRITING":
+                    effects.append(WriteSlot(self.table.quarantine(found.slot)))
+                self._fenced.setdefault(found.writer, now)
+                effects.append(WatchOwner(found.writer))
+        return effects
+
+    def _exited(self, owner: Owner, now: float) -> list[Effect]:
+        self._fenced.pop(owner, None)
+        effects: list[Effect] = [WriteSlot(self.table.free(r.slot)) for r in self.table.written_by(owner)]
+        self.sessions = {key: who for key, who in self.sessions.items() if who.owner != owner}
+        for rank, holder in self.owners.items():
+            if holder == owner:
+                for step in list(self.saves):
+                    if not self._in_hand(step, rank):
+                        effects += self._refuse(step, f"rank {rank} exited", now)
+        return effects
+
+    def _recover(self, now: float) -> list[Effect]:
+        effects = self._quarantine(now)
+        for found in self.table:
+            if found.version is None or found.state not in ("WRITING", "SEALED"):
+                continue
+            if found.state == "WRITING" and found.writer is not None:
+                if found.writer_done:
+                    effects.append(HashSlot(found.slot, found.seq))
+                else:
+                    effects.append(WatchOwner(found.writer))
+                    self.owners[found.rank] = found.writer
+            if self._current(found.version) and self._mine(found):
+                self.saves.setdefault(found.version.step, Save())
+                self._last_step[found.rank] = max(found.version.step, self._last_step.get(found.rank, -1))
+        return effects + self.replication.recover()
+
+    # --- saves ------------------------------------------------------------------------------------------------------------
+
+    def _begin(self, session: int, who: Session, call: Begin, now: float) -> list[Effect]:
+        if not self.trains:
+            return [Answer(session, 425, "the restore has not ended")]
+        assert self.epoch is not None and self.record is not None
+        version = self.epoch.version(call.step)
+        for found in self.table.written_by(who.owner):
+            if found.version == version and found.state == "WRITING":
+                return [Begun(session, found.slot)]  # asked again, since the answer got lost
+        if call.step <= self._last_step.get(who.rank, -1):
+            return [Answer(session, 409, f"rank {who.rank} is past step {call.step}")]
+        self._last_step[who.rank] = call.step
+        effects: list[Effect] = []
+        for step in list(self.saves):
+            if step < call.step and not self._in_hand(step, who.rank):
+                effects += self._refuse(step, f"rank {who.rank} skipped it", now)
+        if self._decided(version):
+            return [*effects, Answer(session, 409, "the save was aborted")]
+        save = self.saves.setdefault(call.step, Save())
+        if save.refusal:
+            return [*effects, Answer(session, 409, f"the save was given up: {save.refusal}")]
+        if call.nbytes > self.table.slot_bytes:
+            problem = f"{call.nbytes} bytes do not fit into slots of {self.table.slot_bytes}"
+            return [*effects, *self._refuse(call.step, problem, now), Answer(session, 413, problem)]
+        slot = self.table.pick(own_lane(who.local_rank), self.record)
+        if slot is None:
+            return [
+                *effects,
+                *self._refuse(call.step, "no free slot", now),
+                Answer(session, 429, "no free slot"),
+            ]
+        shard = Shard(version, who.rank, self.epoch.world, "", call.nbytes, "")
+        begun = self.table.begin(slot, self.record, shard, who.owner)
+        return [*effects, WriteSlot(begun), Begun(session, slot)]
+
+    def _seal(self, session: int, who: Session, call: Seal, now: float) -> list[Effect]:
+        found = self.table.get(call.slot)
+        if (
+            found is None
+            or found.writer != who.owner
+            or found.version is None
+            or not self._current(found.version)
+        ):
+            return [Answer(session, 409, f"slot {call.slot} is not this rank's to seal")]
+        if found.state == "SEALED" or (found.state == "WRITING" and found.writer_done):
+            return [Answer(session, 200)]
+        if found.state != "WRITING":
+            return [Answer(session, 409, f"slot {call.slot} is {found.state}")]
+        if self._doomed(found.version):
+            return [WriteSlot(self.table.free(call.slot)), Answer(session, 409, "the save was aborted")]
+        if call.used > self.table.slot_bytes:
+            freed = WriteSlot(self.table.free(call.slot))
+            return [
+                freed,
+                *self._refuse(found.version.step, "larger than its slot", now),
+                Answer(session, 413),
+            ]
+        written = self.table.written(call.slot, call.used, call.index_hash)
+        return [WriteSlot(written), Answer(session, 200), HashSlot(written.slot, written.seq)]
+
+    def _give_up(self, session: int, who: Session, slot: int, now: float) -> list[Effect]:
+        found = self.table.get(slot)
+        if found is None or found not in self.table.written_by(who.owner) or found.state != "WRITING":
+            return [Answer(session, 409, f"slot {slot} is not being written by this rank")]
+        assert found.version is not None
+        freed = WriteSlot(self.table.free(slot))
+        return [
+            freed,
+            *self._refuse(found.version.step, f"rank {who.rank} gave it up", now),
+            Answer(session, 200),
+        ]
+
+    def _hashed(self, event: Hashed, now: float) -> list[Effect]:
+        found = self.table[event.slot]
+        if (found.seq, found.state, found.writer_done) != (event.seq, "WRITING", True):
+            return []
+        assert found.version is not None
+        current = self._current(found.version)
+        if not event.digest:
+            effects: list[Effect] = [
+                WriteSlot(self.table.free(event.slot)),
+                Note("hash_mismatch", (("where", "seal"),)),
+            ]
+            return effects + (
+                self._refuse(found.version.step, event.reason or "digests differ", now) if current else []
+            )
+        if current and self._doomed(found.version):
+            return [WriteSlot(self.table.free(event.slot))]
+        effects = [WriteSlot(self.table.seal(event.slot, event.digest)), StateChanged()]
+        return effects + (self._vote(found.version.step, now) if current else [])
+
+    def _vote(self, step: int, now: float) -> list[Effect]:
+        """Say that the node has its part of a step, or that it will not; nothing while that is open."""
+        save = self.saves.get(step)
+        if save is None or not self.trains:
+            return []
+        assert self.epoch is not None
+        me = (self.epoch.epoch, self.epoch.inc, self.name)
+        if save.refusal:
+            vote = Vote(*me, step, refusal=save.refusal)
+        else:
+            own = [self.table.find(self.epoch.version(step), rank) for rank in self.epoch.ranks[self.name]]
+            parts = [found for found in own if found is not None]
+            if len(parts) < len(own):
+                return []
+            if len({found.index_hash for found in parts}) > 1:
+                return self._refuse(step, "ranks have different indexes", now)
+            seals = tuple(Sealed(found.rank, found.digest) for found in parts)
+            vote = Vote(*me, step, parts[0].index_hash, seals)
+        save.sent = now
+        return [Send(self.epoch.coordinator, vote)]
+
+    def _refuse(self, step: int, reason: str, now: float) -> list[Effect]:
+        if self.epoch is None or self._doomed(self.epoch.version(step)):
+            return []
+        save = self.saves.setdefault(step, Save())
+        if save.refusal:
+            return []
+        save.refusal = reason[:1000]
+        return [*self._vote(step, now), Note("save_refused", (("step", step), ("reason", reason)))]
+
+    def _in_hand(self, step: int, rank: int) -> bool:
+        """Whether the rank's shard of a step is being written, hashed or sealed."""
+        assert self.epoch is not None
+        version = self.epoch.version(step)
+        return any(
+            r.version == version and r.rank == rank and r.state in ("WRITING", "SEALED") and self._mine(r)
+            for r in self.table
+        )
+
+    # --- from the coordinator ---------------------------------------------------------------------------------------------
+
+    def _received(self, message: ToNode, now: float) -> list[Effect]:
+        if self.epoch is None or not self._of_epoch(message):
+            return [Refuse(409, f"epoch {self.epoch.epoch if self.epoch else 0} is on")]
+        match message:
+            case Record():
+                return self._take_record(message, now)
+            case RestoreDecision():
+                return self._take_restore(message, now)
+            case BanRequest():
+                return self._ban(message.bans, tell=False)
+            case Offer() | OfferAnswer() | CopyLost():
+                if message.node not in self.epoch.ranks:
+                    return [Refuse(403, f"node {message.node} is no member")]
+                return self.replication.received(message, now)
+
+    def _take_record(self, record: Record, now: float) -> list[Effect]:
+        if self.record is not None and self._of_epoch(self.record) and record.dseq <= self.record.dseq:
+            return []
+        self.record = record
+        effects = self._ban(record.bans, tell=False)
+        assert self.epoch is not None
+        for step in list(self.saves):
+            if self._decided(self.epoch.version(step)):
+                del self.saves[step]
+        effects += self.replication.new_record(now)
+        effects += self._follow_drain(now)
+        if self._drain_wanted and record.newest == record.durable:
+            self._drain_wanted = False
+        return [*effects, StateChanged()]
+
+    def _take_restore(self, decision: RestoreDecision, now: float) -> list[Effect]:
+        if self.trains or (self.restore is not None and decision.attempt <= self.restore.attempt):
+            return []
+        self.restore = decision
+        self._loaded.clear()
+        return [*self.replication.land(), StateChanged()]
+
+    def _report(self, now: float) -> list[Effect]:
+        """Say how the node's ranks fared with the restore, once that is known."""
+        if self.trains or self.restore is None or self.epoch is None:
+            return []
+        failure = next((why for why in self._loaded.values() if why), "")
+        if not failure and len(self._loaded) < len(self.epoch.ranks[self.name]):
+            return []
+        self._reported = now
+        report = RestoreReport(self.epoch.epoch, self.epoch.inc, self.name, self.restore.attempt, failure)
+        return [Send(self.epoch.coordinator, report)]
+
+    def _ban(self, bans: Bans, *, tell: bool = True) -> list[Effect]:
+        joined = self.bans.union(bans)
+        if joined == self.bans:
+            return []
+        self.bans = joined
+        effects: list[Effect] = [WriteBans(joined)]
+        if tell and self.epoch is not None:
+            me = (self.epoch.epoch, self.epoch.inc, self.name)
+            effects.append(Send(self.epoch.coordinator, BanRequest(*me, joined)))
+        return effects
+
+    # --- durable ----------------------------------------------------------------------------------------------------------
+
+    def _follow_drain(self, now: float) -> list[Effect]:
+        """Write what the record says, and nothing else."""
+        assert self.record is not None and self.epoch is not None
+        wanted = self.record.drain
+        effects: list[Effect] = []
+        if self._drain is not None and self._drain.version != wanted:
+            effects.append(CancelDrain(self._drain.version))
+            self._drain = None
+        if wanted is None or self._drain is not None:
+            return effects
+        own = [self.table.find(wanted, rank) for rank in self.epoch.ranks[self.name]]
+        slots = tuple(found.slot for found in own if found is not None)
+        self._drain = Drain(wanted, slots)
+        if len(slots) < len(own):
+            return [*effects, *self._drained(Drained(wanted, "a shard of this node is gone"), now)]
+        return [*effects, DrainVersion(wanted, slots)]
+
+    def _drained(self, event: Drained, now: float) -> list[Effect]:
+        if self._drain is None or event.version != self._drain.version or self.epoch is None:
+            return []
+        me = (self.epoch.epoch, self.epoch.inc, self.name)
+        self._drain.report = DrainReport(*me, event.version, event.failure[:1000])
+        self._drain.sent = now
+        return [Send(self.epoch.coordinator, self._drain.report)]
+
+    def _ask_drain(self, now: float) -> list[Effect]:
+        if self.epoch is None:
+            return []
+        self._asked_drain = now
+        return [Send(self.epoch.coordinator, DrainRequest(self.epoch.epoch, self.epoch.inc, self.name))]
+
+    # --- time -------------------------------------------------------------------------------------------------------------
+
+    def _tick(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        if self.settings.kill_zombies:
+            due = [owner for owner, since in self._fenced.items() if now - since >= self.settings.zombie_s]
+            effects += [KillOwner(owner) for owner in due]
+        if self.epoch is None:
+            return effects
+        again = now - self.settings.resend_s
+        for step, save in list(self.saves.items()):
+            if save.sent <= again:
+                effects += self._vote(step, now)
+        if self._reported <= again:
+            effects += self._report(now)
+        if self._drain is not None and self._drain.report is not None and self._drain.sent <= again:
+            self._drain.sent = now
+            effects.append(Send(self.epoch.coordinator, self._drain.report))
+        if self._drain_wanted and self._asked_drain <= again:
+            effects += self._ask_drain(now)
+        effects += self.replication.tick(now)
+        waits = self.saves or not self.trains or self._drain_wanted
+        if now - self._polled >= (self.settings.resend_s if waits else self.settings.idle_poll_s):
+            self._polled = now
+            dseq = self.record.dseq if self.record is not None and self.trains else 0
+            attempt = self.restore.attempt if self.restore else 0
+            me = (self.epoch.epoch, self.epoch.inc, self.name)
+            effects.append(Send(self.epoch.coordinator, Poll(*me, dseq, attempt)))
+        return effects
+
+    # --- small questions --------------------------------------------------------------------------------------------------
+
+    def _of_epoch(self, message: ToNode | None) -> bool:
+        return (
+            message is not None and self.epoch is not None
+            and (message.epoch, message.inc) == (self.epoch.epoch, self.epoch.inc)
+        )  # fmt: skip
+
+    def _current(self, version: Version) -> bool:
+        return self.epoch is not None and (version.epoch, version.inc) == (self.epoch.epoch, self.epoch.inc)
+
+    def _mine(self, found: SlotRecord) -> bool:
+        """Whether it is an own shard of one of this node's ranks."""
+        return (
+            self.epoch is not None
+            and found.lane != "replica"
+            and found.rank in self.epoch.ranks.get(self.name, ())
+        )
+
+    def _doomed(self, version: Version) -> bool:
+        """Whether a version of this epoch is aborted or superseded."""
+        return self.record is not None and self._of_epoch(self.record) and self.record.supersedes(version)
+
+    def _decided(self, version: Version) -> bool:
+        assert self.record is not None
+        newest = self.record.newest
+        return self._doomed(version) or (newest is not None and version <= newest)

@@ -17,6 +17,7 @@ from ckptkit.formats.base import Format
 from ckptkit.ops.reports import Progress, Report, nbytes_text
 from ckptkit.ops.sizes import total_nbytes
 from ckptkit.stores.durable import UNFINISHED
+from ckptkit.stores.folder import UNFINISHED_MARK
 
 NAMES = tuple(
     re.compile(pattern)
@@ -197,8 +198,7 @@ def _measure(run: str, name: str, epoch: int, step: int) -> StepInfo:
     store = stores.open_store(path)
     files = store.files()
     nbytes = total_nbytes(store, files)
-    age = stores.age_s(path)
-    return StepInfo(name, path, step, epoch, "", age_s=age, nbytes=nbytes, files=len(files))
+    return StepInfo(name, path, step, epoch, "", age_s=store.age_s(), nbytes=nbytes, files=len(files))
 
 
 def _look(run: str, name: str, epoch: int, step: int) -> StepInfo:
@@ -206,6 +206,8 @@ def _look(run: str, name: str, epoch: int, step: int) -> StepInfo:
     row = _measure(run, name, epoch, step)
     store = stores.open_store(row.path)
     format: Format | None = None
+    if store.exists(UNFINISHED_MARK):  # remote: it has its name already
+        return replace(row, state="unfinished", why="its writer has not ended, or was stopped")
     try:
         format = registry.detect(store)
         if format.marker is not None and not store.exists(format.marker):

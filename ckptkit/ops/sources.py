@@ -11,12 +11,12 @@ from typing import Any
 from ckptkit import models, stores
 from ckptkit.core.catalog import Catalog
 from ckptkit.core.layouts import Layout
-from ckptkit.engine import journal
 from ckptkit.errors import FormatError, StoreError, UsageError
 from ckptkit.formats import registry
 from ckptkit.formats.base import Format, ReadOptions
 from ckptkit.stores.base import Store
 from ckptkit.stores.durable import UNFINISHED
+from ckptkit.stores.folder import LOG, UNFINISHED_MARK
 
 _AT = re.compile(r"(?P<run>.+)@(?P<which>latest|(?P<step>\d+)(?:\.e(?P<epoch>\d+))?)")
 
@@ -77,7 +77,7 @@ def open(  # the API's own word for it
 def _refuse_unfinished(url: str, store: Store) -> None:
     """Raise FormatError for a folder that a writer has not put in place. Formats without a marker cannot tell it themselves."""
     name = UNFINISHED.fullmatch(os.path.basename(os.path.abspath(stores.local_path(url) or url)))
-    if (name is not None and not name["replaced"]) or store.exists(journal.NAME):
+    if (name is not None and not name["replaced"]) or store.exists(LOG) or store.exists(UNFINISHED_MARK):
         raise FormatError(
             f"{url} is unfinished: its writer has not ended, or was stopped. Run its command again to finish it",
             file=url,

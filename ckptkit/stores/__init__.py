@@ -1,75 +1,110 @@
 """Stores: where the bytes of checkpoints live. Every durable write goes through here.
 
-`open_store` and `folders` are the one place that knows URL schemes; a further kind of store is added here.
+These functions are the one place that tells local paths from URLs of remote stores; a further kind of store is added here.
+To read, `open_store`. To write a folder that appears whole or not at all, `create_folder`; `ckptkit.stores.folder` says how.
 """
 
 import os
-import time
+import posixpath
+from collections.abc import Callable
 from urllib.parse import unquote, urlsplit
 
 from ckptkit.errors import StoreError, UsageError
 from ckptkit.stores.base import Store
+from ckptkit.stores.folder import Folder
 
-__all__ = ["age_s", "folders", "free_bytes", "is_folder", "is_weight_file", "local_path", "open_store"]
+__all__ = [
+    "check_target",
+    "create_folder",
+    "destination",
+    "folders",
+    "free_bytes",
+    "is_folder",
+    "is_weight_file",
+    "join",
+    "local_path",
+    "open_store",
+]
+
+_WEIGHT_FILES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def local_path(url: str) -> str | None:
-    """The path that a plain path or a `file://` URL means, or None for a URL of another scheme.
+    """The path that a plain path or a `file://` URL means, or None for the URL of a remote store.
 
-    Raises UsageError for a `file://` URL of another host.
+    Raises UsageError for a `file://` URL of another host, and for an empty path.
     """
     scheme, mark, _ = url.partition("://")
-    if not mark:
-        return url
-    if scheme.lower() != "file":
-        return None
-    parts = urlsplit(url)
-    if parts.netloc not in ("", "localhost"):
-        raise UsageError(f"{url}: file:// URLs name no other host ({parts.netloc!r}); write file:///path")
-    return unquote(parts.path)
-
-
-def _path(url: str) -> str:
-    path = local_path(url)
-    if path is None:
-        scheme = url.partition("://")[0]
-        raise UsageError(
-            f"{url}: there is no store for {scheme}:// yet; use a path or a file:// URL (mount the bucket, or copy it "
-            "to a local disk first)"
-        )
+    path = url
+    if mark:
+        if scheme.lower() != "file":
+            return None
+        parts = urlsplit(url)
+        if parts.netloc not in ("", "localhost"):
+            raise UsageError(f"{url}: file:// URLs name no other host ({parts.netloc!r}); write file:///path")
+        path = unquote(parts.path)
     if not path:
         raise UsageError("the path of the checkpoint is empty")
     return path
 
 
 def open_store(url: str) -> Store:
-    """The store at a URL: a plain path or `file://`. A single file of weights is a store of its own.
+    """The store at a path or URL. A single file of weights is a store of its own.
 
     Raises:
-        UsageError: the scheme is not supported.
-        StoreError: there is no folder and no file of weights at `url`.
+        UsageError: the scheme is not known, or its library is not installed.
+        StoreError: there is no folder and no file of weights at `url`, or the store does not answer.
     """
-    from ckptkit.stores.local import LocalStore
+    if not is_weight_file(url):
+        return _folder_store(url)
     from ckptkit.stores.single import SingleFileStore
 
-    path = _path(url)
-    return SingleFileStore(path) if is_weight_file(url) else LocalStore(path)
+    path = local_path(url)
+    parent, name = posixpath.split(url) if path is None else os.path.split(os.path.abspath(path))
+    return SingleFileStore(_folder_store(parent, deep=False), url, name)
+
+
+def _folder_store(url: str, *, deep: bool = True) -> Store:
+    path = local_path(url)
+    if path is None:
+        from ckptkit.stores.remote import RemoteStore
+
+        return RemoteStore(url, deep=deep)
+    from ckptkit.stores.local import LocalStore
+
+    return LocalStore(path, deep=deep)
 
 
 def is_weight_file(url: str) -> bool:
     """Whether there is one file at `url` that may be a checkpoint alone."""
-    path = _path(url)
-    return path.endswith((".pt", ".pth", ".bin", ".ckpt")) and os.path.isfile(path)
+    if not url.endswith(_WEIGHT_FILES):
+        local_path(url)  # for its errors
+        return False
+    path = local_path(url)
+    if path is None:
+        from ckptkit.stores import remote
+
+        return remote.is_file(url)
+    return os.path.isfile(path)
 
 
 def is_folder(url: str) -> bool:
-    """Whether there is a folder at `url`. Raises UsageError for an unsupported scheme."""
-    return os.path.isdir(_path(url))
+    """Whether there is a folder at `url`; in an object store, whether there is something below. Raises UsageError, StoreError."""
+    path = local_path(url)
+    if path is None:
+        from ckptkit.stores import remote
+
+        return remote.is_folder(url)
+    return os.path.isdir(path)
 
 
 def folders(url: str) -> list[str]:
     """Names of the folders directly below `url`, sorted. Raises StoreError when it is no folder."""
-    path = _path(url)
+    path = local_path(url)
+    if path is None:
+        from ckptkit.stores import remote
+
+        return remote.folders(url)
     try:
         with os.scandir(path) as found:
             return sorted(entry.name for entry in found if entry.is_dir())
@@ -77,18 +112,77 @@ def folders(url: str) -> list[str]:
         raise StoreError(f"{url}: cannot list the folder: {error.strerror}", file=url) from error
 
 
-def age_s(url: str) -> float:
-    """Seconds since a folder's list of files was last changed; negative where the store's clock is ahead of ours."""
-    try:
-        return time.time() - os.stat(_path(url)).st_mtime
-    except OSError as error:
-        raise StoreError(f"{url}: cannot look at the folder: {error.strerror}", file=url) from error
-
-
 def free_bytes(url: str) -> int | None:
     """Bytes that can still be written at `url` without privileges, or None where the store does not tell."""
+    path = local_path(url)
+    if path is None:
+        return None
+    while not os.path.isdir(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
     try:
-        system = os.statvfs(_path(url))
+        system = os.statvfs(path)
     except OSError:
         return None
     return system.f_bavail * system.f_frsize
+
+
+def join(url: str, name: str) -> str:
+    """The URL or path of what lies below `url`."""
+    return f"{url.rstrip('/')}/{name}"
+
+
+def destination(url: str) -> str:
+    """The absolute path, or the URL without a trailing slash, of a folder to be written.
+
+    Raises UsageError for a scheme that cannot be written.
+    """
+    path = local_path(url)
+    if path is None:
+        from ckptkit.stores.filesystems import connect
+
+        return connect(url, write=True).url
+    return os.path.abspath(path)
+
+
+def check_target(url: str, overwrite: bool) -> None:
+    """Raise StoreError when `url` cannot become a new folder. An empty folder is no obstacle, nor is an unfinished one."""
+    path = local_path(url)
+    if path is None:
+        from ckptkit.stores import remote_folder
+
+        remote_folder.check_target(url, overwrite)
+    else:
+        from ckptkit.stores import durable
+
+        durable.check_target(path, overwrite)
+
+
+def create_folder(
+    url: str,
+    identity: str,
+    *,
+    overwrite: bool = False,
+    note: Callable[[str], None] = lambda text: None,
+    memory: int = 128 << 20,
+) -> Folder:
+    """Begin a folder that appears at `url` whole or not at all; see `ckptkit.stores.folder` for what to do with it.
+
+    Args:
+        url: A path, or the URL of a store that can be written.
+        identity: Hexadecimal text that names the content. Equal for calls that may continue each other's work.
+        overwrite: Whether there may be a folder already. A local one is replaced at `commit`; a remote one is removed now.
+        note: Told what was found and thrown away.
+        memory: Bytes of buffers for uploads to remote stores.
+
+    Raises:
+        UsageError: the scheme is not known, cannot be written, or its library is not installed.
+        StoreError: there is something at `url` already, another run is writing it (local), or the store fails.
+    """
+    path = local_path(url)
+    if path is None:
+        from ckptkit.stores.remote_folder import RemoteFolder
+
+        return RemoteFolder(url, identity, overwrite=overwrite, note=note, memory=memory)
+    from ckptkit.stores.durable import UnfinishedFolder
+
+    return UnfinishedFolder(path, identity, overwrite=overwrite, note=note)

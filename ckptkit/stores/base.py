@@ -14,6 +14,8 @@ class Reader(ABC):
     """An open file. Methods may be called from several threads at once."""
 
     size: int
+    small_run: int = 16 << 10
+    """Reads below this cost less as part of a larger one, with bytes in between that are thrown away."""
 
     @abstractmethod
     def readinto(self, offset: int, buffer: memoryview) -> None:
@@ -46,6 +48,8 @@ class Store(ABC):
     url: str
     parallel: int = 32
     """How many small reads are worth having in flight."""
+    readers: int = 1
+    """How many threads at least should read data, where a read is mostly waiting."""
 
     @abstractmethod
     def files(self) -> Sequence[str]:
@@ -64,6 +68,10 @@ class Store(ABC):
 
     @abstractmethod
     def open(self, path: str) -> Reader: ...
+
+    def age_s(self) -> float:
+        """Seconds since the store was last changed; negative where its clock is ahead of ours, 0 where it does not tell."""
+        return 0.0
 
     def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         """Bytes `[offset, offset + nbytes)` of a file, to its end unless given."""

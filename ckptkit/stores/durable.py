@@ -14,11 +14,12 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from ckptkit.errors import StoreError
+from ckptkit.stores.folder import LOG, FileWriter, Folder
 from ckptkit.stores.system import MEMORY_FILE_SYSTEMS, exchange, file_system, preallocate, start_writeback
 
 UNFINISHED = re.compile(r"\.(?P<name>.+)\.[0-9a-f]+(?P<replaced>\.replaced)?\.unfinished")
@@ -48,8 +49,8 @@ def write_fault(path: str, action: str, error: OSError) -> StoreError:
     )
 
 
-class OutFile:
-    """A file being written, of a known size. Writes are positioned; threads may write disjoint ranges at once."""
+class OutFile(FileWriter):
+    """A local file being written. Writes are positioned; threads may write disjoint ranges at once."""
 
     def __init__(self, path: str, size: int, *, direct: bool, memory: bool) -> None:
         self.path = path
@@ -78,7 +79,7 @@ class OutFile:
             raise write_fault(path, "create", error) from error
 
     @property
-    def direct(self) -> bool:
+    def direct(self) -> bool:  # type: ignore[override]
         """Whether aligned writes bypass the page cache."""
         return self._direct >= 0
 
@@ -138,7 +139,7 @@ class OutFile:
         self._direct = self._fd = -1
 
 
-class UnfinishedFolder:
+class UnfinishedFolder(Folder):
     """The `.NAME.ID.unfinished` sibling of a folder that is to appear, locked against other runs.
 
     Args:
@@ -165,11 +166,11 @@ class UnfinishedFolder:
         note: Callable[[str], None] = lambda text: None,
         swap: Callable[[str, str], bool] = exchange,
     ) -> None:
-        self.target = os.path.abspath(target)
+        self.target = self.url = os.path.abspath(target)
         self.overwrite, self._swap = overwrite, swap
         self.parent, self.name = os.path.split(self.target)
         self.path = os.path.join(self.parent, f".{self.name}.{identity}.unfinished")
-        self._lock = -1
+        self._lock = self._log = -1
         check_target(self.target, overwrite)
         try:
             os.makedirs(self.parent, exist_ok=True)
@@ -185,6 +186,7 @@ class UnfinishedFolder:
             raise write_fault(self.path, "create", error) from error
         self.file_system = file_system(self.path)
         self.in_memory = self.file_system in MEMORY_FILE_SYSTEMS
+        self.direct = not self.in_memory
 
     def _clear_others(self, note: Callable[[str], None]) -> None:
         """Remove what runs with other arguments left for the same target; they cannot continue it any more."""
@@ -203,7 +205,7 @@ class UnfinishedFolder:
             finally:
                 os.close(lock)
 
-    def file(self, path: str, size: int, direct: bool) -> OutFile:
+    def file(self, path: str, size: int, direct: bool = False) -> OutFile:
         """Create, or open again, one file of `size` bytes; `path` is relative, with `/`."""
         full = os.path.join(self.path, *path.split("/"))
         folder = os.path.dirname(full)
@@ -267,12 +269,14 @@ class UnfinishedFolder:
         except OSError as error:
             raise write_fault(self.path, "sync", error) from error
 
-    def commit(self) -> None:
+    def commit(self, marker: tuple[str, bytes] | None = None) -> None:
         """Rename the folder, whose files are durable already, to the target; remove the folder it replaces.
 
         Raises:
             StoreError: the target exists and may not be replaced, or the rename failed; nothing is lost.
         """
+        if marker is not None:
+            self.write_small(*marker)
         self.sync_folders()
         check_target(self.target, self.overwrite)
         old = ""
@@ -307,9 +311,58 @@ class UnfinishedFolder:
 
     def close(self) -> None:
         """Let go of the lock; the folder stays."""
-        lock, self._lock = self._lock, -1
-        if lock >= 0:
-            os.close(lock)
+        for fd in (self._log, self._lock):
+            if fd >= 0:
+                os.close(fd)
+        self._log = self._lock = -1
+
+    def read_log(self) -> bytes | None:
+        path = os.path.join(self.path, LOG)
+        try:
+            with open(path, "rb") as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise write_fault(path, "read", error) from error
+
+    def start_log(self, lines: Iterable[str]) -> None:
+        """Begin a log with these lines, which replaces the old one in one step."""
+        path = os.path.join(self.path, LOG)
+        temporary = path + ".new"
+        try:
+            self._log = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            self._write_log(lines)
+            os.rename(temporary, path)
+        except OSError as error:
+            raise write_fault(path, "write", error) from error
+
+    def append_log(self, lines: Iterable[str]) -> None:
+        path = os.path.join(self.path, LOG)
+        if self._log < 0:
+            raise StoreError(f"{path} is closed", file=path)
+        try:
+            self._write_log(lines)
+        except OSError as error:
+            raise write_fault(path, "write", error) from error
+
+    def _write_log(self, lines: Iterable[str]) -> None:
+        view = memoryview("".join(f"{line}\n" for line in lines).encode())
+        while view:
+            view = view[os.write(self._log, view) :]
+        os.fdatasync(self._log)
+
+    def remove_log(self) -> None:
+        log, self._log = self._log, -1
+        path = os.path.join(self.path, LOG)
+        try:
+            if log >= 0:
+                os.close(log)
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise write_fault(path, "remove", error) from error
 
 
 def check_target(target: str, overwrite: bool) -> None:

@@ -11,6 +11,7 @@ FormatError; a file system that does not answer is a StoreError.
 import errno
 import os
 import stat
+import time
 from collections.abc import Iterator, Sequence
 
 from ckptkit.errors import FormatError, ShardMissingError, StoreError, UnsafeError
@@ -73,13 +74,17 @@ class LocalReader(Reader):
 class LocalStore(Store):
     """A folder of the local file system.
 
+    Args:
+        deep: Whether files of folders below are listed too.
+
     Raises:
         StoreError: `root` is missing or no folder.
     """
 
     parallel = 32
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, deep: bool = True) -> None:
+        self._deep = deep
         self.root = os.path.realpath(root)
         self.url = os.fspath(root)
         if not os.path.isdir(self.root):
@@ -90,7 +95,7 @@ class LocalStore(Store):
     def files(self) -> Sequence[str]:
         """Every file below the root, sorted; links to files count, links to folders are not followed."""
         try:
-            return sorted(_walk(self.root, ""))
+            return sorted(_walk(self.root, "", self._deep))
         except OSError as error:
             raise StoreError(
                 f"cannot list {error.filename or self.url}: {error.strerror}", file=self.url
@@ -127,6 +132,15 @@ class LocalStore(Store):
 
     def local_path(self, path: str) -> str | None:
         return self._resolve(path)
+
+    def age_s(self) -> float:
+        """Seconds since the folder's list of files was last changed."""
+        try:
+            return time.time() - os.stat(self.root).st_mtime
+        except OSError as error:
+            raise StoreError(
+                f"{self.url}: cannot look at the folder: {error.strerror}", file=self.url
+            ) from error
 
     def _stat(self, path: str) -> os.stat_result:
         try:
@@ -176,11 +190,12 @@ class LocalStore(Store):
         return StoreError(f"cannot open {where}: {error.strerror}", file=path)
 
 
-def _walk(folder: str, prefix: str) -> Iterator[str]:
+def _walk(folder: str, prefix: str, deep: bool) -> Iterator[str]:
     with os.scandir(folder) as found:
         for entry in found:
             if entry.is_dir(follow_symlinks=False):
-                yield from _walk(entry.path, f"{prefix}{entry.name}/")
+                if deep:
+                    yield from _walk(entry.path, f"{prefix}{entry.name}/", deep)
             elif entry.is_file():
                 yield prefix + entry.name
 

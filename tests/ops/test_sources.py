@@ -30,7 +30,7 @@ def test_a_path_and_its_file_url_are_one(weights: str) -> None:
     assert opened.format.name == "hf" and opened.catalog.held == ops.open(weights).catalog.held
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/x", "http://host/x", "gs://b"])
+@pytest.mark.parametrize("url", ["s4://bucket/x", "nfs://host/x", "bucket://b"])
 def test_an_unknown_scheme_is_refused_by_name(url: str) -> None:
     """Nothing is taken for a local path that is none."""
     with pytest.raises(UsageError, match=f"no store for {url.partition(':')[0]}://"):

@@ -55,6 +55,11 @@ config_option = click.option(
     metavar="DIR",
     help="Folder or file with the model's configuration, where the source has none.",
 )
+fingerprint_option = click.option(
+    "--fingerprint/--no-fingerprint",
+    default=None,
+    help="Store 64 bits of every tensor's values, in native. [default: on disks, not in memory]",
+)
 only_option = click.option(
     "--only",
     multiple=True,
@@ -130,12 +135,7 @@ def reshard_options(command: F) -> F:
                 help="Compare equal pieces of SRC, or take the first.",
             ),
             work_options,
-            click.option(
-                "--fingerprint/--no-fingerprint",
-                default=True,
-                show_default=True,
-                help="Store 64 bits of every tensor's values, in formats that have a place for them.",
-            ),
+            fingerprint_option,
             click.option(
                 "--overwrite", is_flag=True, help="Replace DST, which goes only after the new one is whole."
             ),

@@ -250,7 +250,11 @@ def _print_fingerprints(found: "Inspection") -> None:
     for name, value in found.fingerprints.items():
         click.echo(f"{value}  {name}")
     made, every = found.fingerprints_computed, len(found.fingerprints)
-    notes([f"{show.plural(every, 'fingerprint')}, {show.count(every - made)} as stored, {show.count(made)} computed"])
+    notes(
+        [
+            f"{show.plural(every, 'fingerprint')}, {show.count(every - made)} as stored, {show.count(made)} computed"
+        ]
+    )
 
 
 def _print_values(array: Any) -> None:

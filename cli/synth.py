@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from ckptkit.cli import show
-from ckptkit.cli.common import common, notes, print_report, work_options
+from ckptkit.cli.common import common, fingerprint_option, notes, print_report, work_options
 from ckptkit.cli.progress import Progress
 from ckptkit.cli.reshard import done
 from ckptkit.cli.values import DESTINATION, DTYPE, FORMAT, LAYOUT, PRESET, SETTING, SIZE
@@ -44,6 +44,7 @@ from ckptkit.cli.values import DESTINATION, DTYPE, FORMAT, LAYOUT, PRESET, SETTI
     "--max-shard-size", type=SIZE, default="5GB", show_default=True, metavar="SIZE", help="As in reshard."
 )
 @work_options
+@fingerprint_option
 @click.option("--overwrite", is_flag=True, help="Replace DST.")
 @click.option("--restart", is_flag=True, help="Start over, where an interrupted run would be continued.")
 @common

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 @click.option(
     "--against", type=PLACE, metavar="URL", help="Also compare every tensor with this checkpoint's."
 )
-@click.option("--bitwise", is_flag=True, help="With --against: read both sides, also where fingerprints would do.")
+@click.option(
+    "--bitwise", is_flag=True, help="With --against: read both sides, also where fingerprints would do."
+)
 @source_options
 @work_options
 @common

@@ -46,10 +46,9 @@ class Prints:
         entry, cell = full[which[keep]], cell[keep]
         begin, end = grid.bounds(cell)
         item: npt.NDArray[np.int64] = ITEMSIZE[entries.dtype[entry]]
-        first = entries.first[entry] + np.maximum(begin - at[entry], 0) // item
-        last = np.minimum(
-            entries.first[entry] + -(-(end - at[entry]) // item), entries.last[entry]
-        )
+        skipped: npt.NDArray[np.int64] = np.maximum(begin - at[entry], 0)
+        first = entries.first[entry] + skipped // item
+        last = np.minimum(entries.first[entry] + -(-(end - at[entry]) // item), entries.last[entry])
         sizes = np.asarray([local.size for local in catalog.locals], np.int64)
         wide = np.int64 if any(max(t.shape, default=0) >= 1 << 31 for t in catalog.tensor_list) else np.int32
         boxes = cut_entries(segments, sizes, entries.local[entry], first, last, wide)

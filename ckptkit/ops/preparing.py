@@ -25,6 +25,7 @@ from ckptkit.ops.checks import check_apart, check_complete
 from ckptkit.ops.dropping import Dropped, DropRow, refuse_silent_loss
 from ckptkit.ops.selection import select
 from ckptkit.ops.sources import Source, open
+from ckptkit.stores.system import MEMORY_FILE_SYSTEMS, file_system
 
 OPTIMIZER_STATE = tuple(role for role in STATE_ROLES if role != "ema")
 """Roles that exist only to go on optimising. An average of the weights is a result of its own."""
@@ -56,7 +57,7 @@ class Options:
     replicas: str = "check"
     restart: bool = False
     overwrite: bool = False
-    fingerprint: bool = True
+    fingerprint: bool | None = None
 
     def __post_init__(self) -> None:
         if self.replicas not in ("check", "first"):
@@ -139,7 +140,7 @@ def prepare_source(source: Source, dst: str, options: Options, like: Source | No
     laid = shards(names, layout, held, source.catalog.tensors, where=dst, pad=format.ranks)
     laid.extras = extras
     destination = format.lay_out(laid, WriteOptions(options.max_shard_size, _facts(source, options)))
-    destination.fingerprints &= options.fingerprint
+    destination.fingerprints &= _on_disk(target) if options.fingerprint is None else options.fingerprint
     plan = make_plan(source.catalog, destination.catalog, master_from_param=options.master_from_param)
     return Job(
         source,
@@ -210,7 +211,9 @@ def _held(
     catalog = source.catalog
     held = dict(catalog.held)
     dropped = Dropped(catalog.tensors)
-    named = names.whole if options.only or options.drop else None
+    known = isinstance(names, Names)
+    named = names.whole if known or options.only or options.drop else {}
+    placed = {segment.tensor for local in named.values() for segment in local.segments}
     wanted = select(held, options.only, named) if options.only else set(held)
     unwanted = select(held, options.drop, named) if options.drop else set()
     keep: dict[Key, DType] = {}
@@ -225,7 +228,15 @@ def _held(
         elif role not in format.roles:
             flag = "--drop-optimizer" if role in OPTIMIZER_STATE else f"--drop '*/{role}'"
             dropped.add(key, dtype, f"{format.name} holds no {role}", flag, allowed=False)
-        elif role == "state" and isinstance(names, Names):
+        elif known and catalog.tensors[key[0]].part not in format.parts:
+            part = catalog.tensors[key[0]].part
+            what, flag = {"base": ("weights", "--only"), "adapter": ("adapters", "--drop")}[part]
+            dropped.add(key, dtype, f"{format.name} holds no {what}", f"{flag} '*.lora_*'", allowed=False)
+        elif known and key[0] not in placed:
+            other = next((f for f in names.model.families if _places(names.model.names(f), key[0])), "")
+            why = f"the names {names.name} have no place for it, those called {other} have"
+            dropped.add(key, dtype, why, "--drop '*.lora_*'", allowed=False)
+        elif role == "state" and known:
             dropped.add(key, dtype, "no model says how it is cut", "--drop-optimizer", allowed=False)
         else:
             keep[key] = dtype
@@ -245,6 +256,11 @@ def _held(
     return dict(sorted(keep.items(), key=lambda item: order.get(item[0], len(order)))), dropped.rows()
 
 
+def _places(names: Names, tensor: str) -> bool:
+    """Whether a family of names holds a canonical tensor."""
+    return any(segment.tensor == tensor for local in names.whole.values() for segment in local.segments)
+
+
 def _cast(source: Source, keep: Mapping[Key, DType], dtype: DType) -> dict[Key, DType]:
     """Weights in `dtype`, but for those that stay float32, and what is no float at all."""
     if dtype.name not in _CASTS:
@@ -262,6 +278,14 @@ def _given_files(config: str | Mapping[str, Any] | None) -> Mapping[str, bytes]:
     if not isinstance(config, str) or not os.path.isdir(config):
         return {}
     return dict(carried(stores.open_store(config), []))
+
+
+def _on_disk(target: str) -> bool:
+    """Whether a destination is limited by a disk, beside which fingerprints cost no time. In memory they would cost half as much again."""
+    parent = target
+    while not os.path.isdir(parent) and parent != os.path.dirname(parent):
+        parent = os.path.dirname(parent)
+    return file_system(parent) not in MEMORY_FILE_SYSTEMS
 
 
 def _trained(source: Source, held: Mapping[Key, DType]) -> set[str]:

@@ -50,6 +50,7 @@ def synth(
     memory: int = 256 << 20,
     restart: bool = False,
     overwrite: bool = False,
+    fingerprint: bool | None = None,
     progress: Progress | None = None,
 ) -> ReshardResult:
     """Write a random checkpoint: values depend on `seed`, tensor, role and position only, never on layout or format.
@@ -60,6 +61,7 @@ def synth(
         optimizer: `muon+adamw` (each tensor by its schema), `adamw` (all), or `none` (weights only).
         dtype: Of parameters and buffers, except those that stay float32.
         step: Optimizer steps that the checkpoint claims.
+        fingerprint: As `reshard` takes it.
 
     Raises as `reshard`, and UsageError for an unknown model, preset, setting or optimizer.
     """
@@ -73,6 +75,7 @@ def synth(
         memory=memory,
         restart=restart,
         overwrite=overwrite,
+        fingerprint=fingerprint,
     )
     return execute(prepare_source(source, dst, options), progress, began)
 

@@ -134,3 +134,21 @@ def test_text_of_pieces_and_entries_names_files(made: Path) -> None:
     assert "rank-0000" in invoke("inspect", made / "native", "--where", "norm").stdout
     assert "rank-00003.safetensors" in invoke("inspect", made / "native", "--rank", 3).stdout
     assert invoke("inspect", made / "native", "--values", "norm[0:3]").stdout.startswith("[")
+
+
+def test_fingerprints_are_printed_one_a_line(made: Path, tmp_path: Path) -> None:
+    """Those that are stored and those that are computed are the same ones, in whatever layout."""
+    invoke("reshard", made / "native", tmp_path / "with", "--layout", "dp=2,zero=3", "--fingerprint")
+    invoke("reshard", made / "native", tmp_path / "without", "--no-fingerprint")
+
+    stored, computed = (
+        invoke("inspect", tmp_path / "with", "--fingerprint"),
+        invoke("inspect", tmp_path / "without", "--fingerprint"),
+    )
+    code, found = invoke_json("inspect", tmp_path / "without", "--fingerprint")
+
+    assert sorted(stored.stdout.splitlines()) == sorted(computed.stdout.splitlines())
+    assert stored.stderr.rstrip().endswith("as stored, 0 computed")
+    assert code == 0 and found["fingerprints_computed"] == len(found["fingerprints"]) == len(
+        stored.stdout.splitlines()
+    )

@@ -33,7 +33,7 @@ def expected(url: str) -> dict[tuple[str, str], int]:
 def test_a_reshard_stores_the_same_fingerprints_in_every_layout(
     trained: str, tmp_path: Path, layout: str
 ) -> None:
-    ops.reshard(trained, str(tmp_path / "b"), layout=layout)
+    ops.reshard(trained, str(tmp_path / "b"), layout=layout, fingerprint=True)
 
     found = stored(ops.open(str(tmp_path / "b")))
 
@@ -74,8 +74,16 @@ def test_an_interrupted_run_goes_on_with_the_fingerprints_of_its_durable_part(
 
     big = make(tmp_path / "big", model="zaya-tiny", settings={"hidden_size": 512, "num_hidden_layers": 3})
     with pytest.raises(InterruptedRunError):
-        ops.reshard(big, str(tmp_path / "b"), layout="dp=3,zero=1", progress=stop, threads=1, memory=16 << 20)
-    ops.reshard(big, str(tmp_path / "b"), layout="dp=3,zero=1")
+        ops.reshard(
+            big,
+            str(tmp_path / "b"),
+            layout="dp=3,zero=1",
+            progress=stop,
+            threads=1,
+            memory=16 << 20,
+            fingerprint=True,
+        )
+    ops.reshard(big, str(tmp_path / "b"), layout="dp=3,zero=1", fingerprint=True)
 
     assert stored(ops.open(str(tmp_path / "b"))) == stored(ops.open(big))
 
@@ -84,7 +92,7 @@ def test_verify_against_reads_no_byte_of_tensors_whose_fingerprints_are_equal(
     trained: str, tmp_path: Path
 ) -> None:
     """Shown by damage that is not noticed: it is said that it was not looked for."""
-    ops.reshard(trained, str(tmp_path / "b"), layout="tp=1")
+    ops.reshard(trained, str(tmp_path / "b"), layout="tp=1", fingerprint=True)
     flip(tmp_path / "b" / "rank-00000.safetensors", -1)
 
     quick = ops.verify(trained, against=str(tmp_path / "b"), quick=True)
@@ -110,7 +118,7 @@ def test_verify_against_says_where_values_differ_whose_fingerprints_do(trained: 
 
 
 def test_a_wrong_fingerprint_is_not_taken_for_a_difference_of_values(trained: str, tmp_path: Path) -> None:
-    ops.reshard(trained, str(tmp_path / "b"), layout="tp=1")
+    ops.reshard(trained, str(tmp_path / "b"), layout="tp=1", fingerprint=True)
     _forge(tmp_path / "b", "embed/param", "0" * 16)
 
     report = ops.verify(trained, against=str(tmp_path / "b"), quick=True)

@@ -31,8 +31,7 @@ class Attention:
         self.kv_heads = max(1, dims.kv_heads // tp)
         self.first_kv = parallel.tp.index * dims.kv_heads // tp
         shared = max(1, tp // dims.kv_heads)  # ranks that have the same key-value head
-        tensor_ranks = _neighbours(parallel, shared)
-        self.same_kv = parallel.group_of(tensor_ranks)
+        self.same_kv = parallel.neighbours(shared)
         self.tables = {
             theta: rotary(context.positions, theta, dims.rotary, dtype) for theta in sorted(set(dims.thetas))
         }
@@ -113,13 +112,3 @@ def bias(module: Any) -> torch.Tensor | None:
 def _unit(x: torch.Tensor) -> torch.Tensor:
     """x with its last axis brought to length sqrt(d)."""
     return x * (x.shape[-1] ** 0.5 / x.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).eps))
-
-
-def _neighbours(parallel: Parallel, count: int) -> list[list[int]]:
-    """All ranks in groups of `count` tensor-parallel neighbours."""
-    mesh = parallel.layout.dense
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(parallel.layout.world):
-        key = (*(int(mesh[axis][rank]) for axis in ("pp", "dp", "cp")), int(mesh["tp"][rank]) // count)
-        groups.setdefault(key, []).append(rank)
-    return list(groups.values())

@@ -19,12 +19,12 @@ FAMILY = "transformers"
 
 
 @dataclass(frozen=True)
-class Held:
+class Holding:
     """One local tensor of this rank.
 
     Attributes:
         placement: The local tensor, and every rank that holds it.
-        tensor: The canonical tensor that it is (the first of them) made of: how it is trained.
+        tensor: The canonical tensor that it is made of (the first of them): how it is trained.
         copy: Whether another stage holds the same under another name (a tied output layer).
     """
 
@@ -41,7 +41,7 @@ class Held:
         return self.placement.local
 
 
-def held(model: Model, layout: Layout, rank: int) -> list[Held]:
+def held(model: Model, layout: Layout, rank: int) -> list[Holding]:
     """The local tensors of a rank in module order. Raises LayoutError when the layout does not fit the model."""
     found = []
     names = model.names(FAMILY)
@@ -49,7 +49,7 @@ def held(model: Model, layout: Layout, rank: int) -> list[Held]:
     for placement in names.placements(layout):
         if rank in placement.ranks:
             first = placement.local.segments[0].tensor
-            found.append(Held(placement, model.tensors[first], placement.local.key in copies))
+            found.append(Holding(placement, model.tensors[first], placement.local.key in copies))
     return found
 
 

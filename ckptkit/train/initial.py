@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from ckptkit.core.schema import Tensor
-from ckptkit.train.held import Held, box_view
+from ckptkit.train.held import Holding, box_view
 
 _ONES = ("norm", "temp", "states_scale", "hidden_states_scale", "residual_scale")
 
@@ -33,7 +33,7 @@ def initial(tensor: Tensor, seed: int, std: float, device: torch.device) -> torc
 
 @torch.no_grad()
 def fill(
-    holds: list[Held], data: Mapping[str, torch.Tensor], tensors: Mapping[str, Tensor], seed: int, std: float
+    holds: list[Holding], data: Mapping[str, torch.Tensor], tensors: Mapping[str, Tensor], seed: int, std: float
 ) -> None:
     """Write initial values into local tensors `data` (by key). Padding becomes zero."""
     made: tuple[str, torch.Tensor] | None = None

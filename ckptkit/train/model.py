@@ -24,7 +24,7 @@ from ckptkit.train.cca import Attention, bias
 from ckptkit.train.config import Config
 from ckptkit.train.context import Context
 from ckptkit.train.dims import Dims
-from ckptkit.train.held import Held, add, held
+from ckptkit.train.held import Holding, add, held
 from ckptkit.train.moe import Mixture
 from ckptkit.train.parallel import Parallel
 
@@ -40,6 +40,7 @@ class Stage(nn.Module):
     def __init__(self, config: Config, model: Model, parallel: Parallel) -> None:
         super().__init__()
         self.dims = Dims.of(model)
+        self.model_sizes = model.sizes
         self.parallel = parallel
         layout = parallel.layout
         self.dtype = dtype_of(config.train.dtype, parallel.device)
@@ -49,7 +50,7 @@ class Stage(nn.Module):
         self.attention = Attention(self.dims, parallel, self.context, self.dtype)
         self.mixture = Mixture(self.dims, parallel, config.train.skip, kernels)
         self.layers = [i for i, s in enumerate(layout.stage_of_layers(self.dims.layers)) if s == parallel.pp.index]
-        self.holds: dict[str, Held] = {item.key: item for item in held(model, layout, parallel.rank)}
+        self.holds: dict[str, Holding] = {item.key: item for item in held(model, layout, parallel.rank)}
         for item in self.holds.values():
             value = torch.zeros(item.local.shape, device=parallel.device, dtype=self._dtype(item))
             add(self, item.key, nn.Parameter(value) if item.tensor.kind == "param" else value)
@@ -58,8 +59,13 @@ class Stage(nn.Module):
         values = {key: tensor.detach() for key, tensor in self.state_dict(keep_vars=True).items()}
         initial.fill(list(self.holds.values()), values, model.tensors, config.train.seed, self.dims.init_std)
 
-    def _dtype(self, item: Held) -> torch.dtype:
+    def _dtype(self, item: Holding) -> torch.dtype:
         return torch.float32 if item.tensor.keep_fp32 else self.dtype
+
+    @property
+    def state_width(self) -> int:
+        """Width of the router's state."""
+        return self.model_sizes["router_hidden"]
 
     @property
     def head(self) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -80,6 +80,11 @@ class Parallel:
                 mine = ranks
         return Group(mine, mine.index(self.rank), self._made.get(mine))
 
+    def neighbours(self, count: int) -> Group:
+        """This rank's group of `count` successive tensor-parallel ranks. Every rank calls it alike."""
+        mesh = self.layout.dense
+        return self._group([mesh["pp"], mesh["dp"], mesh["cp"], mesh["tp"] // count])
+
     def barrier(self) -> None:
         if self.world.size > 1:
             dist.barrier()

@@ -10,7 +10,7 @@ from ckptkit.faults.goodput.accounting import Account, account
 
 
 def log(*rows: tuple[float, str] | tuple[float, str, dict[str, Any]]) -> list[str]:
-    return [json.dumps({"time": row[0], "event": row[1], **(row[2] if len(row) > 2 else {})}) for row in rows]  # type: ignore[misc]
+    return [json.dumps({"time": row[0], "event": row[1], **(row[2] if len(row) > 2 else {})}) for row in rows]
 
 
 def step(time: float, number: int, stall: float = 0.0) -> tuple[float, str, dict[str, Any]]:

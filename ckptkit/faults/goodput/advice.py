@@ -3,7 +3,7 @@
 Three tiers: `ram`, the node's own memory, survives the loss of processes; `replica`, other nodes' memory, that of nodes;
 `durable`, storage, everything. Each tier exists for the failures that the tiers above it do not survive, so its interval is the
 best one for the rate of those (`closed_forms.best_interval`), not shorter than its transfer takes, and a multiple of the interval
-of the tier it is made from.
+of the tier it is made from; a tier that should save more often than that one shares an interval with it.
 """
 
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ class TierAdvice:
         interval_s: Advised.
         steps: The same in steps; 0 where no time of a step was given.
         optimum_s: Of the closed form alone.
-        why: What set the interval: `optimum`, `transfer` or `tier above`.
+        why: What set the interval: `optimum`, `transfer`, or `shared` with the tier beside it.
         stall_s, delay_s, read_s: Of one save.
         failures_per_day: That this tier is for.
     """
@@ -131,36 +131,57 @@ class Advice(Report):
         return self.sentence()
 
 
+@dataclass
+class _Group:
+    """Neighbouring tiers that save together."""
+
+    tiers: list[Tier]
+    share: float
+
+    def optimum(self, mtbf_s: float) -> float:
+        cost = sum(tier.cost_s for tier in self.tiers)
+        return best_interval(cost, mtbf_s / self.share) if self.share > 0 else 10 * mtbf_s
+
+    def bound(self, mtbf_s: float) -> float:
+        """The optimum, but no shorter than a transfer."""
+        return max(self.optimum(mtbf_s), *(tier.delay_s for tier in self.tiers))
+
+
 def with_intervals(job: Job, step_s: float = 0.0) -> tuple[Job, list[TierAdvice]]:
     """The job with the advised interval in each tier. Its tiers are in order of what they survive."""
+    groups: list[_Group] = []
+    shares = []
+    reached = 0
+    for tier in job.tiers:
+        mine = SEVERITIES[reached : SEVERITIES.index(tier.survives) + 1]
+        reached += len(mine)
+        shares.append(sum(job.share(severity) for severity in mine))
+        groups.append(_Group([tier], shares[-1]))
+        # A tier is made from the one before it, so it cannot save more often; where it should, both save together.
+        while len(groups) > 1 and groups[-1].bound(job.mtbf_s) <= groups[-2].bound(job.mtbf_s):
+            last = groups.pop()
+            groups[-1] = _Group(groups[-1].tiers + last.tiers, groups[-1].share + last.share)
     found: list[Tier] = []
-    advice = []
+    advice: list[TierAdvice] = []
     above = step_s
-    for number, tier in enumerate(job.tiers):
-        last = found[-1].survives if found else None
-        mine = SEVERITIES[(SEVERITIES.index(last) + 1 if last else 0) : SEVERITIES.index(tier.survives) + 1]
-        share = sum(job.share(severity) for severity in mine)
-        optimum = best_interval(tier.cost_s, job.mtbf_s / share) if share > 0 else job.mtbf_s * 10
-        interval, why = optimum, "optimum"
-        if interval < tier.delay_s:
-            interval, why = tier.delay_s, "transfer"
+    for group in groups:
+        optimum, bound = group.optimum(job.mtbf_s), group.bound(job.mtbf_s)
+        interval, limited = bound, bound > optimum
         if above:
             # Up where it was bounded from below, else to the nearest.
-            times = interval / above
-            rounded = max(1, -int(-times // 1) if why == "transfer" else round(times))
-            if rounded == 1 and interval < above:
-                why = "tier above" if number else "optimum"
-            interval = rounded * above
-        interval = max(interval, 1e-3)
-        found.append(replace(tier, interval_s=interval))
+            times = -int(-bound // above) if limited else round(bound / above)
+            interval = max(1, times) * above
+        interval = above = max(interval, 1e-3)
         steps = round(interval / step_s) if step_s else 0
-        advice.append(
-            TierAdvice(
-                tier.name, interval, steps, optimum, why, tier.stall_s, tier.delay_s, tier.read_s,
-                86400 * share / job.mtbf_s,
+        for tier in group.tiers:
+            why = "transfer" if limited else "shared" if len(group.tiers) > 1 else "optimum"
+            per_day = 86400 * shares[len(found)] / job.mtbf_s
+            found.append(replace(tier, interval_s=interval))
+            advice.append(
+                TierAdvice(
+                    tier.name, interval, steps, optimum, why, tier.stall_s, tier.delay_s, tier.read_s, per_day
+                )
             )
-        )  # fmt: skip
-        above = interval
     return replace(job, tiers=tuple(found)), advice
 
 
@@ -176,11 +197,10 @@ def first_order(job: Job) -> float:
     loss = 0.0
     for severity in SEVERITIES:
         worst = SEVERITIES.index(severity)
-        tier = next((t for t in job.tiers if SEVERITIES.index(t.survives) >= worst), None)
-        if tier is None:
-            continue
-        down = job.detect_s + job.restart_s + tier.read_s
-        loss += job.share(severity) / job.mtbf_s * (down + tier.delay_s + tier.interval_s * overhead / 2)
+        for survivor in [t for t in job.tiers if SEVERITIES.index(t.survives) >= worst][:1]:
+            down = job.detect_s + job.restart_s + survivor.read_s
+            half = survivor.delay_s + survivor.interval_s * overhead / 2
+            loss += job.share(severity) / job.mtbf_s * (down + half)
     return max(0.0, 1 - loss) / overhead
 
 

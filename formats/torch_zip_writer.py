@@ -1,8 +1,9 @@
 """Skeletons of `torch.save` zips: every byte but the tensors', decided before any data moves.
 
 The layout is that of `torch.save`: `data.pkl` first, payloads at multiples of 64 bytes, nothing compressed. Checksums of
-payloads are fix-ups, filled in as the data passes; unlike torch's own files, local headers hold sizes and checksums too,
-so that any zip tool can check them. Works without torch.
+payloads are fix-ups, filled in as the data passes. As in torch's own files they follow the payload, in a data descriptor, and
+are in the directory: everything that depends on data comes after it, so that a file can be written from first byte to
+last. Works without torch.
 
 Source: PyTorch, `caffe2/serialize/inline_container.cc`; APPNOTE.TXT of PKWARE.
 """
@@ -18,6 +19,7 @@ from ckptkit.formats.pickling import dumps
 
 ALIGN = 64
 _FULL = 0xFFFFFFFF
+_DESCRIPTOR = 8  # flag: checksum and sizes follow the payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def skeleton(value: Any, storages: Sequence[int] = (), start: int = 0, root: str
     directory = bytearray()
     open_crcs: list[
         tuple[int, int, int, int]
-    ] = []  # payload start and stop, offset in local header and in directory
+    ] = []  # payload start and stop, offset in the data descriptor and in the directory
     at = 0
     for name, content in members:
         encoded = f"{root}/{name}".encode()
@@ -81,27 +83,32 @@ def skeleton(value: Any, storages: Sequence[int] = (), start: int = 0, root: str
         pad += ALIGN if 0 < pad < 4 else 0
         extra = wide + (b"FB" + struct.pack("<H", pad - 4) + b"Z" * (pad - 4) if pad else b"")
         narrow = min(size, _FULL)
+        later = isinstance(content, int)
+        flags, told = (_DESCRIPTOR, 0 if narrow < _FULL else _FULL) if later else (0, narrow)
         head = struct.pack(
-            "<4sHHHHHIIIHH", b"PK\x03\x04", 45, 0, 0, 0, 0x21, crc, narrow, narrow, len(encoded), len(extra)
+            "<4sHHHHHIIIHH", b"PK\x03\x04", 45, flags, 0, 0, 0x21, crc, told, told, len(encoded), len(extra)
         )
         payload = at + len(head) + len(encoded) + len(extra)
         held = b"" if isinstance(content, int) else content
         literals.append(Literal(start + at, head + encoded + extra + held))
         full = ([size, size] if size >= _FULL else []) + ([at] if at >= _FULL else [])
         more = struct.pack(f"<HH{len(full)}Q", 1, 8 * len(full), *full) if full else b""
+        trailer = b""
         if isinstance(content, int):
             data.append(start + payload)
+            trailer = struct.pack("<4sIQQ" if wide else "<4sIII", b"PK\x07\x08", 0, size, size)
+            literals.append(Literal(start + payload + size, trailer))
             if size:
-                open_crcs.append((payload, payload + size, at + 14, len(directory) + 16))
+                open_crcs.append((payload, payload + size, payload + size + 4, len(directory) + 16))
         directory += struct.pack(
-            "<4sHHHHHHIIIHHHHHII", b"PK\x01\x02", 45, 45, 0, 0, 0, 0x21, crc, narrow, narrow, len(encoded), len(more),
+            "<4sHHHHHHIIIHHHHHII", b"PK\x01\x02", 45, 45, flags, 0, 0, 0x21, crc, narrow, narrow, len(encoded), len(more),
             0, 0, 0, 0, min(at, _FULL),
         ) + encoded + more  # fmt: skip
-        at = payload + size
+        at = payload + size + len(trailer)
     ends = directory + _end(len(members), len(directory), at)
     literals.append(Literal(start + at, bytes(ends)))
-    for begin, stop, local, central in open_crcs:
-        fixups.append(Fixup("crc32", start + begin, start + stop, (start + local, start + at + central)))
+    for begin, stop, descriptor, central in open_crcs:
+        fixups.append(Fixup("crc32", start + begin, start + stop, (start + descriptor, start + at + central)))
     return Skeleton(at + len(ends), tuple(_joined(literals)), tuple(fixups), tuple(data))
 
 

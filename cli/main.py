@@ -34,6 +34,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "synth": "Write a random checkpoint, to try storage and layouts.",
     },
     "Plan for faults": {
+        "supervise": "Run a trainer, watch it, and restart it where that helps.",
         "goodput": "Advise how often to save, and account for a run's time.",
     },
     "More": {

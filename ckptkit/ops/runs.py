@@ -14,6 +14,7 @@ from ckptkit.core.catalog import Catalog
 from ckptkit.errors import CkptError, FormatError, ShardMissingError, StoreError
 from ckptkit.formats import registry
 from ckptkit.formats.base import Format
+from ckptkit.ops.bans import ban_of, read_bans
 from ckptkit.ops.reports import Progress, Report, nbytes_text
 from ckptkit.ops.sizes import total_nbytes
 from ckptkit.stores.durable import UNFINISHED
@@ -39,7 +40,7 @@ class StepInfo:
         name: Folder name, for example `step-00001200.e3`.
         path: Its path or URL.
         step, epoch: From the name; epoch 0 where it has none.
-        state: `whole`, `unfinished` or `corrupt`.
+        state: `whole`, `unfinished`, `corrupt`, or (in `newest`) `banned`.
         why: What is missing or wrong (which rank), empty for `whole`.
         temporary: Whether it is a folder that a writer has not renamed yet.
         age_s: Seconds since it was last changed, by the store's clock.
@@ -148,7 +149,7 @@ def newest(run: str, *, quick: bool = False, progress: Progress | None = None) -
             where the format has digests.
 
     Raises:
-        FormatError: the folder holds no step at all.
+        FormatError: the folder holds no step at all, or its list of bans cannot be understood.
         StoreError: `run` is no folder.
     """
     candidates = step_folders(run)
@@ -158,8 +159,13 @@ def newest(run: str, *, quick: bool = False, progress: Progress | None = None) -
             file=run,
         )
     passed: list[StepInfo] = []
+    bans = read_bans(run)
     for epoch, step, name in reversed(candidates):
         row = _look(run, name, epoch, step)
+        banned = ban_of(bans, epoch, step)
+        if banned is not None:
+            passed.append(replace(row, state="banned", why=banned.why))
+            continue
         if row.state == "whole" and not quick:
             row = _read(row, progress)
         if row.state == "whole":

@@ -24,6 +24,7 @@ __all__ = [
     "join",
     "local_path",
     "open_store",
+    "write_file",
 ]
 
 _WEIGHT_FILES = (".pt", ".pth", ".bin", ".ckpt")
@@ -155,6 +156,22 @@ def check_target(url: str, overwrite: bool) -> None:
         from ckptkit.stores import durable
 
         durable.check_target(path, overwrite)
+
+
+def write_file(url: str, name: str, content: bytes) -> None:
+    """Write or replace one small file directly in the folder at `url` (a tracker, a list of bans), as a whole.
+
+    Raises UsageError for a scheme that cannot be written, StoreError where the store fails.
+    """
+    path = local_path(url)
+    if path is None:
+        from ckptkit.stores import remote_folder
+
+        remote_folder.replace_file(url, name, content)
+    else:
+        from ckptkit.stores import durable
+
+        durable.replace_file(path, name, content)
 
 
 def create_folder(

@@ -15,6 +15,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import numpy as np
 
@@ -363,6 +364,25 @@ class UnfinishedFolder(Folder):
             pass
         except OSError as error:
             raise write_fault(path, "remove", error) from error
+
+
+def replace_file(folder: str, name: str, content: bytes) -> None:
+    """Write one small file of a folder that is in place: readers find the old content or the new, also after a crash."""
+    path = os.path.join(folder, name)
+    temporary = f"{path}.{os.getpid()}.new"
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            _write_all(fd, 0, memoryview(content))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(temporary, path)
+        _sync_folder(folder)
+    except OSError as error:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise write_fault(path, "write", error) from error
 
 
 def check_target(target: str, overwrite: bool) -> None:

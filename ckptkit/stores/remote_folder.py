@@ -271,6 +271,19 @@ class RemoteFolder(Folder):
             )
 
 
+def replace_file(url: str, name: str, content: bytes) -> None:
+    """Write one small object below `url`, in one request, which stores carry out as a whole."""
+    place = connect(url, write=True)
+    path = place.below(name)
+
+    def request() -> None:
+        if not isinstance(place.fs, AsyncFileSystem):  # stores that have folders
+            place.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        place.fs.pipe_file(path, content)
+
+    Retry.from_environment().call("write", f"{url}/{name}", request, threading.Event())
+
+
 def check_target(url: str, overwrite: bool) -> None:
     """Raise StoreError when there is something at `url` that may not be replaced; what is unfinished may."""
     place = connect(url, write=True)

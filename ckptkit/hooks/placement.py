@@ -28,6 +28,8 @@ class Held:
         tensor: The live tensor; saved from and restored into in place. Any shape where it holds a run.
         first, last: Elements `[first, last)` of the local tensor in row-major order (ZeRO-1, flat buffers); the whole
             unless given.
+        shape, start: Without a placement: the global tensor's shape, and where in it this one begins; the tensor is a box of
+            it. Else it is whole, or the part that a DTensor says.
     """
 
     name: str
@@ -35,6 +37,8 @@ class Held:
     tensor: torch.Tensor
     first: int = 0
     last: int | None = None
+    shape: tuple[int, ...] | None = None
+    start: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,8 @@ def _leaf_variants() -> Iterator[Variant]:
     flat, leaves, blocks, nowhere = t.FLAT.value, t.LEAVES.value, t.BLOCKS.value, t.NOWHERE.value
     modes = {
         "leaf digest": (flat, nowhere, True, False, t.DIGEST),
+        "digest in place, whole leaves": (leaves, nowhere, False, False, t.DIGEST),
+        "digest in place, ragged leaves": (blocks, nowhere, False, False, t.DIGEST),
         "pack, whole leaves": (leaves, flat, False, False, t.PACK),
         "pack, ragged leaves": (blocks, flat, False, False, t.PACK),
         "unpack, whole leaves": (flat, leaves, False, True, t.PACK),

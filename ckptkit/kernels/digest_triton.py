@@ -394,6 +394,15 @@ def pack(plan: PackPlan, out: torch.Tensor, digests: torch.Tensor, tuning: dict[
     _launch(out.device, len(ragged), plan.blocks_in, at, ragged, digests, None, size, leaf, tuning)
 
 
+def digest_in_place(plan: PackPlan, digests: torch.Tensor, tuning: dict[str, int] = DIGEST) -> None:
+    """See `ckptkit.kernels.pack.digest_in_place`."""
+    _move_fragments(plan, inward=True)
+    whole, ragged = plan.whole, plan.ragged
+    size, leaf = plan.nbytes, plan.leaf_nbytes
+    _launch(digests.device, len(whole), plan.whole_at, None, whole, digests, None, size, leaf, tuning)
+    _launch(digests.device, len(ragged), plan.blocks_in, None, ragged, digests, None, size, leaf, tuning)
+
+
 def unpack(
     plan: PackPlan, packed: torch.Tensor, digests: torch.Tensor, tuning: dict[str, int] = PACK
 ) -> torch.Tensor:

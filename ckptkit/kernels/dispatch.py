@@ -44,6 +44,7 @@ _FORMS: dict[str, dict[str, str]] = {
         "hip": "native:leaf_digests",
     },
     "pack": {"torch": "pack:pack_torch", "triton": "digest_triton:pack"},
+    "digest_in_place": {"torch": "pack:digest_in_place_torch", "triton": "digest_triton:digest_in_place"},
     "unpack": {"torch": "pack:unpack_torch", "triton": "digest_triton:unpack"},
 }
 

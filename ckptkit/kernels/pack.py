@@ -140,14 +140,18 @@ class PackPlan:
 
     def check(self, buffer: torch.Tensor, digests: torch.Tensor) -> None:
         """Raises UsageError where a buffer or its digests do not fit the plan."""
-        for what, tensor, shape in (
-            ("the packed buffer", buffer, (self.nbytes,)),
-            ("the digests", digests, (self.leaf_count, 16)),
-        ):
-            if tensor.dtype != torch.uint8 or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-                raise UsageError(f"{what} must be contiguous uint8 of shape {shape}")
-            if tensor.device != self.device or tensor.data_ptr() % 16:
-                raise UsageError(f"{what} must lie on {self.device}, at a multiple of 16 bytes")
+        self._check("the packed buffer", buffer, (self.nbytes,))
+        self.check_digests(digests)
+
+    def check_digests(self, digests: torch.Tensor) -> None:
+        """Raises UsageError where digests do not fit the plan."""
+        self._check("the digests", digests, (self.leaf_count, 16))
+
+    def _check(self, what: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+        if tensor.dtype != torch.uint8 or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+            raise UsageError(f"{what} must be contiguous uint8 of shape {shape}")
+        if tensor.device != self.device or tensor.data_ptr() % 16:
+            raise UsageError(f"{what} must lie on {self.device}, at a multiple of 16 bytes")
 
 
 def _expand(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -184,6 +188,18 @@ def unpack(
     return good
 
 
+def digest_in_place(plan: PackPlan, digests: torch.Tensor, backend: str | None = None) -> None:
+    """Fills `digests` with the XXH3-128 of the leaves that `pack` would write, without writing them.
+
+    Args:
+        plan: What would lie where.
+        digests: uint8 [plan.leaf_count, 16].
+        backend: See `ckptkit.kernels.dispatch`.
+    """
+    plan.check_digests(digests)
+    dispatch.choose("digest_in_place", plan.device, backend)(plan, digests)
+
+
 def pack_torch(plan: PackPlan, out: torch.Tensor, digests: torch.Tensor) -> None:
     """`pack` by copies, then a pass for the digests."""
     out.zero_()
@@ -197,3 +213,30 @@ def unpack_torch(plan: PackPlan, packed: torch.Tensor, digests: torch.Tensor) ->
     for at, part in zip(plan.offsets, plan.parts, strict=True):
         part.copy_(packed[at : at + part.numel()])
     return (leaf_digests_torch(packed, plan.leaf_nbytes) == digests).all(1)
+
+
+def digest_in_place_torch(plan: PackPlan, digests: torch.Tensor) -> None:
+    """`digest_in_place` a leaf at a time: one leaf of memory."""
+    leaf = plan.leaf_nbytes
+    room = torch.empty(min(leaf, plan.nbytes), dtype=torch.uint8, device=plan.device)
+    part = 0
+    for number in range(plan.leaf_count):
+        low, high = number * leaf, min((number + 1) * leaf, plan.nbytes)
+        while part < len(plan.parts) and plan.offsets[part] + plan.parts[part].numel() <= low:
+            part += 1
+        at = part
+        inside = (
+            plan.offsets[at] <= low and high <= plan.offsets[at] + plan.parts[at].numel()
+            if at < len(plan.parts)
+            else False
+        )
+        if inside:
+            data = plan.parts[at][low - plan.offsets[at] : high - plan.offsets[at]]
+        else:
+            data = room[: high - low].zero_()
+            while at < len(plan.parts) and plan.offsets[at] < high:
+                start, bytes_ = plan.offsets[at], plan.parts[at]
+                a, b = max(low, start), min(high, start + bytes_.numel())
+                data[a - low : b - low] = bytes_[a - start : b - start]
+                at += 1
+        digests[number] = leaf_digests_torch(data, leaf)[0]

@@ -98,6 +98,13 @@ def _problems(device: Any) -> Iterator[tuple[str, float, Callable[[Callable[...,
         return [out, digests]
 
     yield "pack", 0.0, packed
+
+    def digested(f: Callable[..., Any]) -> list[Any]:
+        digests = torch.empty(plan.leaf_count, 16, dtype=torch.uint8, device=device)
+        f(plan, digests)
+        return [digests]
+
+    yield "digest_in_place", 0.0, digested
     digests = digest.leaf_digests_torch(data, leaf)
 
     def unpacked(f: Callable[..., Any]) -> list[Any]:

@@ -5,7 +5,7 @@ import torch
 import xxhash
 
 from ckptkit.errors import UsageError
-from ckptkit.kernels.pack import PackPlan, pack, unpack
+from ckptkit.kernels.pack import PackPlan, digest_in_place, pack, unpack
 from tests.kernels.forms import DEVICE, drawn_bytes, forms
 
 every_form = pytest.mark.parametrize("backend", forms("pack"))
@@ -62,6 +62,22 @@ def test_pack_puts_every_byte_in_its_place(case: tuple[list[int], list[int], int
 
     assert out.cpu().numpy().tobytes() == raw
     assert [bytes(row).hex() for row in digests.cpu().numpy()] == digests_of(raw)
+
+
+@every_form
+@every_case
+def test_digesting_in_place_says_what_pack_would(
+    case: tuple[list[int], list[int], int], backend: str
+) -> None:
+    """The digests are those of the buffer that pack would write; no buffer is written, and the tensors stay."""
+    tensors, plan, raw = arranged(case)
+    before = [tensor.clone() for tensor in tensors]
+    digests = torch.full((plan.leaf_count, 16), 0xAA, dtype=torch.uint8, device=DEVICE)
+
+    digest_in_place(plan, digests, backend)
+
+    assert [bytes(row).hex() for row in digests.cpu().numpy()] == digests_of(raw)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
 
 
 @every_form

@@ -42,6 +42,7 @@ class Format(ABC):
         names: The family of names its files use, where it is one; `canonical` where files carry boxes of their own.
         any_names: Whether it can hold other families' names when asked to; `names` is then what it has unless asked.
         roles: Roles it can hold.
+        parts: Which parts of a model (`Tensor.part`) it can hold.
         ranks: Whether it can hold a layout of more than one rank.
         extras: Whether it can hold step, optimizer groups and the rest of `Extras.common`.
         marker: The file that makes a checkpoint of this format whole, or None where completeness is by content.
@@ -51,6 +52,7 @@ class Format(ABC):
     names: ClassVar[str] = "canonical"
     any_names: ClassVar[bool] = False
     roles: ClassVar[tuple[str, ...]] = ("param", "buffer")
+    parts: ClassVar[tuple[str, ...]] = ("base", "adapter")
     ranks: ClassVar[bool] = False
     extras: ClassVar[bool] = False
     marker: ClassVar[str | None] = None

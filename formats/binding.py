@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckptkit import models
+from ckptkit.core.adapters import ranks_of, with_adapters
 from ckptkit.core.schema import Model, Schema, Tensor
 from ckptkit.errors import CkptError, FormatError
 from ckptkit.formats.base import ReadOptions
@@ -30,8 +31,9 @@ def bind(
         )
     if schema is None or config is None:
         return None
+    stored = list(stored)
     try:
-        model = schema.bind(config)
+        model = with_adapters(schema.bind(config), ranks_of((tensor.name, tensor.axes) for tensor in stored))
     except CkptError as error:
         raise FormatError(f"{where}: the configuration does not fit: {error}", **error.facts) from error
     for tensor in stored:

@@ -59,6 +59,7 @@ class DeepSpeedFormat(Format):
 
     name: ClassVar[str] = "deepspeed"
     names: ClassVar[str] = "transformers"
+    parts: ClassVar[tuple[str, ...]] = ("base",)
     roles: ClassVar[tuple[str, ...]] = tuple(role for role in NAMED_ROLES if role != "ema")
     ranks: ClassVar[bool] = True
     extras: ClassVar[bool] = True

@@ -54,6 +54,7 @@ class DeepSpeedUniversalFormat(Format):
 
     name: ClassVar[str] = "deepspeed-universal"
     names: ClassVar[str] = "transformers"
+    parts: ClassVar[tuple[str, ...]] = ("base",)
     roles: ClassVar[tuple[str, ...]] = tuple(role for role in NAMED_ROLES if role != "ema")
     extras: ClassVar[bool] = True
 

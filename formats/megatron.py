@@ -37,6 +37,7 @@ from ckptkit.formats.dcp_metadata import (
     write_index,
 )
 from ckptkit.formats.distcp_writer import ItemWriter, path_of
+from ckptkit.formats.megatron_adapters import with_stored_adapters
 from ckptkit.formats.megatron_args import config_of
 from ckptkit.formats.megatron_buffers import SLOTS, buffers, local_order
 from ckptkit.formats.megatron_entries import Rows, add_buckets, add_known, flat_objects
@@ -113,6 +114,7 @@ class MegatronFormat(Format):
         objects = read_objects(here, index)
         files = carried(here, warnings)
         model = model_of(configuration(files, state, options, here.url, warnings), options, here.url)
+        model = with_stored_adapters(model, NAMES, index, here.url)
         keys = _stored_keys(model, here.url)
         found = sort_tensors(index, model, keys, NAMES, here.url, warnings)
         layout = options.layout or state.layout(warnings)
@@ -274,6 +276,9 @@ def _flat_state(
         for name, dtype in found.dtypes.items()
         if found.tensors[found.bound[name].segments[0].tensor].kind == "param"
     }
+    # Beside adapters the weights are frozen.
+    adapters = {n for n in trained if found.tensors[found.bound[n].segments[0].tensor].part == "adapter"}
+    trained = {name: dtype for name, dtype in trained.items() if name in adapters or not adapters}
     trained.update((name, trained[origin]) for name, origin in tied(names).items() if origin in trained)
     for name in trained:
         found.roles.setdefault(name, set()).update(SLOTS.values())

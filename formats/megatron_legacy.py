@@ -30,6 +30,7 @@ class MegatronLegacyFormat(Format):
 
     name: ClassVar[str] = "megatron-legacy"
     names: ClassVar[str] = "megatron"
+    parts: ClassVar[tuple[str, ...]] = ("base",)
     roles: ClassVar[tuple[str, ...]] = ("param", "buffer", "master", "exp_avg", "exp_avg_sq", "momentum")
     ranks: ClassVar[bool] = True
     extras: ClassVar[bool] = True

@@ -16,6 +16,7 @@ _HOMES = {
     "deepspeed-universal": "deepspeed_universal:DeepSpeedUniversalFormat",
     "deepspeed": "deepspeed:DeepSpeedFormat",
     "zarr": "zarr_v3:ZarrFormat",
+    "peft": "peft:PeftFormat",
     "hf": "hf:HfFormat",
     "hub": "hub:HubFormat",
     "torch": "torch_file:TorchFormat",

@@ -53,6 +53,7 @@ class SafetensorsFolder(Format):
     """A folder of safetensors files whose names are those of one family."""
 
     roles = ("param", "buffer")
+    parts = ("base",)
     header_limit: ClassVar[int] = HEADER_LIMIT
 
     def accepts(self, family: str) -> bool:

@@ -45,7 +45,13 @@ def check_complete(source: Source) -> None:
     held = catalog.held
     if catalog.model is not None and not is_partial(catalog.facts):
         names = {tensor for tensor, role in held if role in ("param", "buffer", "master")}
-        absent = [name for name in catalog.model.tensors if name not in names]
+        # An adapter is whole without the weights that it adapts.
+        parts = {catalog.tensors[name].part for name in names} or {"base"}
+        absent = [
+            name
+            for name, tensor in catalog.model.tensors.items()
+            if name not in names and tensor.part in parts
+        ]
         if absent:
             raise CoverageError(
                 f"{source.url} lacks {len(absent)} tensors of {catalog.model.schema.id}: "

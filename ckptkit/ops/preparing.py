@@ -211,8 +211,8 @@ def _held(
     catalog = source.catalog
     held = dict(catalog.held)
     dropped = Dropped(catalog.tensors)
-    known = isinstance(names, Names)
-    named = names.whole if known or options.only or options.drop else {}
+    model = names.model if isinstance(names, Names) else None
+    named = names.whole if model is not None or options.only or options.drop else {}
     placed = {segment.tensor for local in named.values() for segment in local.segments}
     wanted = select(held, options.only, named) if options.only else set(held)
     unwanted = select(held, options.drop, named) if options.drop else set()
@@ -228,15 +228,15 @@ def _held(
         elif role not in format.roles:
             flag = "--drop-optimizer" if role in OPTIMIZER_STATE else f"--drop '*/{role}'"
             dropped.add(key, dtype, f"{format.name} holds no {role}", flag, allowed=False)
-        elif known and catalog.tensors[key[0]].part not in format.parts:
+        elif model is not None and catalog.tensors[key[0]].part not in format.parts:
             part = catalog.tensors[key[0]].part
             what, flag = {"base": ("weights", "--only"), "adapter": ("adapters", "--drop")}[part]
             dropped.add(key, dtype, f"{format.name} holds no {what}", f"{flag} '*.lora_*'", allowed=False)
-        elif known and key[0] not in placed:
-            other = next((f for f in names.model.families if _places(names.model.names(f), key[0])), "")
+        elif model is not None and key[0] not in placed:
+            other = next((f for f in model.families if _places(model.names(f), key[0])), "")
             why = f"the names {names.name} have no place for it, those called {other} have"
             dropped.add(key, dtype, why, "--drop '*.lora_*'", allowed=False)
-        elif role == "state" and known:
+        elif role == "state" and model is not None:
             dropped.add(key, dtype, "no model says how it is cut", "--drop-optimizer", allowed=False)
         else:
             keep[key] = dtype

@@ -191,11 +191,19 @@ def digests_name(file: str) -> str:
     return file.removesuffix(".safetensors") + ".digests"
 
 
-def extras_bytes(extras: Extras, layout: Layout, rank: int, about: Mapping[str, Any] | None = None) -> bytes:
+def extras_bytes(
+    extras: Extras,
+    layout: Layout,
+    rank: int,
+    about: Mapping[str, Any] | None = None,
+    own: Mapping[str, Any] | None = None,
+) -> bytes:
     """The `.extras` file of one rank: what belongs to its coordinate, and on rank 0 all that belongs to none.
 
     Args:
         about: Of `about`. On rank 0 it is carried along, so that rank files, digests and extras are enough to make the manifest.
+        own: What a trainer's rank says for itself: `by_sample`, a list with its loader's state, and `by_tensor`, by canonical name
+            what its optimizer keeps of one tensor beside arrays (a `step` other than the group's).
 
     Raises:
         LayoutError: a value is no plain JSON, or a coordinate is none of the layout's.
@@ -209,6 +217,7 @@ def extras_bytes(extras: Extras, layout: Layout, rank: int, about: Mapping[str, 
         plain["files"] = {name: _as_json(data) for name, data in extras.files.items()}
         if about is not None:
             plain["about"] = dict(about)
+    plain |= own or {}
     try:
         return json.dumps(
             plain, sort_keys=True, allow_nan=False, ensure_ascii=False, separators=(",", ":")
@@ -303,6 +312,7 @@ def read_extras(store: Store, files: Sequence[RankFile]) -> Extras:
         CorruptionError: one does not match the manifest.
     """
     extras = Extras()
+    by_tensor: dict[str, dict[str, Any]] = {}
 
     def load(file: RankFile) -> dict[str, Any]:
         path = extras_name(file.path)
@@ -320,6 +330,8 @@ def read_extras(store: Store, files: Sequence[RankFile]) -> Extras:
                 extras.common.update(plain.get("common", {}))
                 extras.by_coordinate.update(plain.get("by_coordinate", {}))
                 extras.by_sample.extend(plain.get("by_sample", []))
+                for tensor, facts in plain.get("by_tensor", {}).items():
+                    by_tensor.setdefault(tensor, {}).update(facts)
                 extras.files = {
                     **extras.files,
                     **{k: _from_json(v) for k, v in plain.get("files", {}).items()},
@@ -328,7 +340,22 @@ def read_extras(store: Store, files: Sequence[RankFile]) -> Extras:
                 path = extras_name(file.path)
                 raise FormatError(f"{path} does not make sense: {error}", file=path) from None
     check_names(extras.files)
+    if by_tensor:
+        extras.common["by_tensor"] = by_tensor
+        _uneven_steps(extras.common.get("groups"), by_tensor)
     return extras
+
+
+def _uneven_steps(groups: Any, by_tensor: Mapping[str, Mapping[str, Any]]) -> None:
+    """Tell the optimizer groups of tensors that were stepped another number of times than their group."""
+    for group in groups if isinstance(groups, list) else ():
+        uneven = {
+            name: by_tensor[name]["step"]
+            for name in group.get("tensors", ())
+            if "step" in by_tensor.get(name, {})
+        }
+        if uneven:
+            group["steps"] = {**group.get("steps", {}), **uneven}
 
 
 def _as_json(data: bytes) -> dict[str, str]:

@@ -23,7 +23,7 @@ class Subfolder(Store):
     def __init__(self, store: Store, folder: str) -> None:
         self.store, self.prefix = store, f"{folder}/"
         self.url = f"{store.url.rstrip('/')}/{folder}"
-        self.parallel = store.parallel
+        self.parallel, self.readers = store.parallel, store.readers
 
     def files(self) -> Sequence[str]:
         return [path.removeprefix(self.prefix) for path in self.store.files() if path.startswith(self.prefix)]
@@ -39,6 +39,9 @@ class Subfolder(Store):
 
     def open(self, path: str) -> Reader:
         return self.store.open(self.prefix + path)
+
+    def refresh(self) -> None:
+        self.store.refresh()
 
     def local_path(self, path: str) -> str | None:
         return self.store.local_path(self.prefix + path)

@@ -2,7 +2,8 @@
 
 Threads, since everything that takes time (reads, writes, syncs, numpy copies) runs outside Python's lock. Each thread
 starts in a stretch of the task list of its own, so that threads seldom write the same file (writes to one
-file exclude each other in most file systems); who runs out takes half of the longest stretch that is left.
+file exclude each other in most file systems); who runs out takes half of the longest stretch that is left. Files that take
+bytes in order only are written by tasks in order.
 """
 
 import os
@@ -76,6 +77,37 @@ class Stretches:
             mine[0] += 1
             return mine[0] - 1
 
+    def ended(self, task: int) -> None:
+        """Nobody waits for it."""
+
+
+class Window:
+    """Task numbers in order, so that no task begins while one that is `size` or more before it has not ended."""
+
+    def __init__(self, tasks: int, size: int, stop: threading.Event) -> None:
+        self._changed = threading.Condition()
+        self._tasks, self._size, self._stop = tasks, size, stop
+        self._next = 0
+        self._running: set[int] = set()
+
+    def next(self, worker: int) -> int | None:
+        """The next task, once it may begin; None when none is left, or the run stops."""
+        with self._changed:
+            while self._running and self._next - min(self._running) >= self._size:
+                if self._stop.is_set():
+                    return None
+                self._changed.wait(0.1)
+            if self._next == self._tasks:
+                return None
+            self._running.add(self._next)
+            self._next += 1
+            return self._next - 1
+
+    def ended(self, task: int) -> None:
+        with self._changed:
+            self._running.remove(task)
+            self._changed.notify_all()
+
 
 def run_tasks(
     tasks: int,
@@ -84,22 +116,26 @@ def run_tasks(
     stop: threading.Event,
     tick: Callable[[], None] = lambda: None,
     every_s: float = 0.1,
+    window: int | None = None,
 ) -> None:
     """Call `work(task, worker)` for every task, on `workers` threads; `tick()` now and then on the caller's.
+
+    Tasks are shared out in stretches, or given in order where there is a `window` (see `Window`).
 
     The first error sets `stop` and is raised once all threads have ended. So is an error of `tick`, and a
     KeyboardInterrupt.
     """
-    stretches = Stretches(tasks, workers)
+    queue = Stretches(tasks, workers) if window is None else Window(tasks, window, stop)
     errors: list[BaseException] = []
 
     def loop(worker: int) -> None:
         try:
             while not stop.is_set():
-                task = stretches.next(worker)
+                task = queue.next(worker)
                 if task is None:
                     return
                 work(task, worker)
+                queue.ended(task)
         except BaseException as error:  # noqa: BLE001  (raised again on the caller's thread)
             if not stop.is_set():
                 errors.append(error)

@@ -1,12 +1,11 @@
 """The journal: which segments of an unfinished folder are durable.
 
-A text file of JSON lines in the folder itself. The first line says which plan and which source it belongs to; every other
+JSON lines in the folder's log. The first line says which plan and which source it belongs to; every other
 one is a segment that was synced before the line was written, with what was computed from its bytes, so that no
 durable byte is ever read again. A line that a crash tore is ignored, with all after it.
 """
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,10 +14,8 @@ import xxhash
 
 from ckptkit.core.copies import Copies
 from ckptkit.core.destination import Destination
-from ckptkit.errors import StoreError
-from ckptkit.stores.durable import write_fault
+from ckptkit.stores.folder import Folder
 
-NAME = ".journal"
 VERSION = 2
 
 
@@ -62,22 +59,18 @@ def plan_hash(copies: Copies, destination: Destination) -> str:
 
 
 class Journal:
-    """The journal of one folder. Not for several threads at once."""
+    """The journal of one folder, kept in its log. Not for several threads at once."""
 
-    def __init__(self, folder: str, plan: str, source: str) -> None:
-        self.path = os.path.join(folder, NAME)
+    def __init__(self, folder: Folder, plan: str, source: str) -> None:
+        self._folder = folder
         self._head = {"version": VERSION, "plan": plan, "source": source}
-        self._fd = -1
 
     def read(self) -> list[Durable] | None:
         """Durable segments, or None where the journal is absent, unreadable, or of another plan or source."""
-        try:
-            with open(self.path, "rb") as file:
-                lines = file.read().split(b"\n")
-        except FileNotFoundError:
+        log = self._folder.read_log()
+        if log is None:
             return None
-        except OSError as error:
-            raise write_fault(self.path, "read", error) from error
+        lines = log.split(b"\n")
         found = []
         for number, line in enumerate(lines[:-1]):  # what follows the last newline is torn or empty
             try:
@@ -96,45 +89,11 @@ class Journal:
 
     def start(self, durable: Iterable[Durable]) -> None:
         """Write a fresh journal of what is durable already; replaces the old one in one step."""
-        temporary = self.path + ".new"
-        try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-            self._fd = fd
-            self._write([json.dumps(self._head), *map(_line, durable)])
-            os.rename(temporary, self.path)
-        except OSError as error:
-            raise write_fault(self.path, "write", error) from error
+        self._folder.start_log([json.dumps(self._head), *map(_line, durable)])
 
     def append(self, durable: Iterable[Durable]) -> None:
-        """Add segments whose bytes were synced, and make the lines durable."""
-        if self._fd < 0:
-            raise StoreError(f"{self.path} is closed", file=self.path)
-        try:
-            self._write([_line(row) for row in durable])
-        except OSError as error:
-            raise write_fault(self.path, "write", error) from error
-
-    def _write(self, lines: list[str]) -> None:
-        data = "".join(line + "\n" for line in lines).encode()
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._fd, view) :]
-        os.fdatasync(self._fd)
-
-    def remove(self) -> None:
-        """Close and delete it: the folder is about to be put in place."""
-        self.close()
-        try:
-            os.unlink(self.path)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise write_fault(self.path, "remove", error) from error
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        """Add segments that became durable, and make the lines durable."""
+        self._folder.append_log(map(_line, durable))
 
 
 def _line(row: Durable) -> str:

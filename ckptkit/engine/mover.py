@@ -23,7 +23,6 @@ GUARD = PAGE
 """Bytes before and after a slab, where elements that straddle its border may reach."""
 
 _SCRATCH = LEAF + 64  # a block, and the rest of an element that starts in it
-_SMALL_RUN = 16 << 10  # runs below this are not worth a system call of their own
 _HELD = 16  # source files that a task keeps open at a time
 Bytes = npt.NDArray[np.uint8]
 
@@ -189,7 +188,7 @@ class Mover:
             leaf = checks.due(start)
             if leaf >= 0:
                 stop = min(stop, checks.stop)
-        if self.direct and parts.readable_directly(begin, end):
+        if self.direct and parts.readable_directly(begin, end, held.reader.small_run):
             self._read_direct(parts, begin, end, held, start, stop, leaf, slabs, worker)
             return
         low, high = parts.extent(begin, end)
@@ -298,15 +297,15 @@ class _TaskParts:
     def extent(self, begin: int, end: int) -> tuple[int, int]:
         return min(self.src[begin:end]), max(self.src_end[begin:end])
 
-    def readable_directly(self, begin: int, end: int) -> bool:
-        """Whether all parts are runs, disjoint in the source, and large enough for a read each."""
+    def readable_directly(self, begin: int, end: int, small_run: int) -> bool:
+        """Whether all parts are runs, disjoint in the source, and large enough (`small_run`) for a read each."""
         if end - begin == 1:
             return self.flat[begin]
         if not all(self.flat[begin:end]):
             return False
         if (
             end - begin > 4
-            and sum(self.src_end[begin:end]) - sum(self.src[begin:end]) < (end - begin) * _SMALL_RUN
+            and sum(self.src_end[begin:end]) - sum(self.src[begin:end]) < (end - begin) * small_run
         ):
             return False
         return all(self.src_end[k] <= self.src[k + 1] for k in range(begin, end - 1))

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from ckptkit import stores
 from ckptkit.core.catalog import LEAF, Checksum
 from ckptkit.core.copies import Copies, copies_into, replica_pairs
 from ckptkit.core.destination import Destination, Written
@@ -25,6 +26,7 @@ from ckptkit.engine.executor import run_tasks, usable_cpus
 from ckptkit.engine.grids import Grid
 from ckptkit.engine.journal import Journal, plan_hash
 from ckptkit.engine.mover import Mover, Worker
+from ckptkit.engine.ordered import OrderedWriter
 from ckptkit.engine.replicas import Comparer
 from ckptkit.engine.schedule import Schedule, make_schedule
 from ckptkit.engine.sources import Sources
@@ -32,7 +34,7 @@ from ckptkit.engine.unchanged import copy_unchanged
 from ckptkit.engine.writer import SEGMENT, Outputs, Writer
 from ckptkit.errors import CkptError, InterruptedRunError, StoreError, UsageError
 from ckptkit.stores.base import Store
-from ckptkit.stores.durable import UnfinishedFolder, check_target
+from ckptkit.stores.folder import Folder
 
 Progress = Callable[[int, int], None]
 
@@ -73,11 +75,12 @@ class RunResult:
 
 @dataclass(frozen=True)
 class _Shape:
-    """How work is cut: threads, bytes of a slab, and bytes of slabs that a worker may hold."""
+    """How work is cut: threads, bytes of a slab, bytes of slabs that a worker may hold, and how far tasks may be apart."""
 
     threads: int
     slab: int
     task: int
+    window: int | None = None
 
 
 def run(
@@ -131,7 +134,7 @@ def run(
     if direct not in (True, False, "auto"):
         raise UsageError(f"direct={direct!r}: choose True, False or 'auto'")
     began = time.monotonic()
-    check_target(target, overwrite)
+    stores.check_target(target, overwrite)
     copies = copies_into(plan)
     _check_casts(copies)
     pairs = replica_pairs(plan) if replicas == "check" else None
@@ -214,9 +217,11 @@ class _Job:
         notes = self.result.notes
         # The source is part of the name, so that work on another version of it is never taken up.
         name = xxhash.xxh3_64_hexdigest((plan + source).encode())[:12]
-        folder = UnfinishedFolder(self.target, name, overwrite=overwrite, note=notes.append)
+        folder = stores.create_folder(
+            self.target, name, overwrite=overwrite, note=notes.append, memory=self.memory - self.memory // 3
+        )
         try:
-            self._write(folder, Journal(folder.path, plan, source), restart, sync_every_s)
+            self._write(folder, Journal(folder, plan, source), restart, sync_every_s)
         except (StoreError, KeyboardInterrupt):
             raise  # what is durable stays, for the next call
         except CkptError:
@@ -225,15 +230,15 @@ class _Job:
         finally:
             folder.close()
 
-    def _write(self, folder: UnfinishedFolder, journal: Journal, restart: bool, sync_every_s: float) -> None:
+    def _write(self, folder: Folder, journal: Journal, restart: bool, sync_every_s: float) -> None:
         result, destination = self.result, self.destination
-        direct = not folder.in_memory if self.direct == "auto" else bool(self.direct)
+        direct = folder.direct if self.direct == "auto" else bool(self.direct)
         outputs = Outputs(folder, destination, direct)
         durable = None if restart or not folder.resumed else journal.read()
         if folder.resumed and durable is None:
             folder.restart()
         outputs.restore(durable or [])
-        shape = self._shape(direct)
+        shape = self._shape(direct, folder.ordered)
         try:
             try:
                 folder.check_space(self.total)
@@ -254,16 +259,14 @@ class _Job:
             self.sources.judge_sums()
             self.sources.check_unchanged()
             result.written = outputs.result()
-            result.bytes_out = self.total
-            for path, content in destination.finish(result.written):
+            small = list(destination.finish(result.written))
+            for path, content in small[:-1]:
                 folder.write_small(path, content)
-                result.bytes_out += len(content)
+            result.bytes_out = self.total + sum(len(content) for _, content in small)
             result.direct, result.threads = direct, shape.threads
-            journal.remove()
             outputs.files.close()
-            folder.commit()
+            folder.commit(small[-1] if small else None)
         finally:
-            journal.close()
             outputs.files.close()
 
     def _assemble(
@@ -281,7 +284,8 @@ class _Job:
         base = int((stop - start)[~wanted].sum())
         result.reused_bytes = self.durable_bytes = reused = base - result.cloned_bytes
         result.slab_bytes = shape.slab
-        writer = Writer(self.sources, schedule, self.stop, outputs)
+        kind = OrderedWriter if outputs.folder.ordered else Writer
+        writer = kind(self.sources, schedule, self.stop, outputs)
         syncer = _Syncer(writer, journal, self.stop, sync_every_s)
         syncer.start()
         try:
@@ -302,7 +306,14 @@ class _Job:
         files = slabs.file(np.arange(slabs.cells))
         start, _ = slabs.bounds(np.arange(slabs.cells))
         wanted = ~outputs.done[outputs.segment(files, start)] & ~np.isin(files, cloned)
-        return slabs, wanted, make_schedule(self.copies, slabs, self.blocks, wanted, shape.task)
+        waves = None
+        if outputs.folder.ordered:
+            left = np.zeros(len(outputs.sizes), bool)
+            left[files[wanted]] = True
+            at_once = outputs.folder.open_files(outputs.sizes[left].tolist())
+            waves = (np.cumsum(left) - 1) // at_once
+        schedule = make_schedule(self.copies, slabs, self.blocks, wanted, shape.task, waves=waves)
+        return slabs, wanted, schedule
 
     def _run(self, mover: Mover, shape: _Shape, tick: Callable[[], None]) -> None:
         workers = [Worker(shape.slab) for _ in range(min(shape.threads, max(mover.schedule.tasks, 1)))]
@@ -313,26 +324,36 @@ class _Job:
                 lambda task, number: mover.run_task(task, workers[number]),
                 self.stop,
                 tick,
+                window=shape.window,
             )
         finally:
             self.result.bytes_in += sum(worker.bytes_in for worker in workers)
             self.result.overflows += sum(worker.overflows for worker in workers)
             self.result.checked_leaves = self.sources.checked
 
-    def _shape(self, direct: bool) -> _Shape:
+    def _shape(self, direct: bool, ordered: bool = False) -> _Shape:
         """Choose threads and sizes.
 
         In memory, slabs of one leaf stay in the CPU's cache. On a disk a direct write keeps its thread waiting, so there
-        are three threads a CPU, and larger slabs.
+        are three threads a CPU, and larger slabs. Remote stores are mostly waited for. A remote destination has two thirds
+        of the memory for its uploads, and slabs that wait for their turn are held beside those being made.
         """
-        threads = self.threads or default_threads(direct)
-        threads = max(1, min(threads, self.memory // (4 * LEAF)))
-        share = max(self.memory // threads - 2 * LEAF, LEAF)
+        threads = self.threads or max(default_threads(direct or ordered), self.sources.store.readers)
+        memory, window = self.memory, None
+        if ordered:
+            memory //= 3
+            threads = self.threads or min(threads, 8)
+        threads = max(1, min(threads, memory // (4 * LEAF)))
+        tasks = threads
+        if ordered:
+            window = threads + 2
+            tasks += window
+        share = max((memory - threads * 2 * LEAF) // tasks, LEAF)
         slab = 4 * LEAF if direct else LEAF
         while slab > LEAF and slab * 4 > share:
             slab //= 2
         small = max(slab, -(-self.total // (threads * 4)))  # so that every thread has something to do
-        return _Shape(threads, slab, max(slab, min(share, SEGMENT, small)))
+        return _Shape(threads, slab, max(slab, min(share, SEGMENT, small)), window)
 
 
 class _Syncer(threading.Thread):

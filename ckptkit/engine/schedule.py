@@ -3,7 +3,7 @@
 A *slab* is a cell of a destination file, assembled in one buffer and written once. A *block* is a cell of a source file,
 read once and given to every slab that needs it. A *task* is a list of slabs that one worker assembles together:
 slabs are ordered by where their first byte comes from, so that files which share source blocks advance in
-lock-step, and a task is cut where its slabs would exceed their share of memory. Slabs of a task are finished and
+lock-step (where files must be written in order: by their own offsets, a few files at a time), and a task is cut where its slabs would exceed their share of memory. Slabs of a task are finished and
 their buffers used again as soon as their last block has passed; so most tasks hold a few at a time.
 """
 
@@ -75,6 +75,7 @@ def make_schedule(
     *,
     only_used: bool = False,
     fold: bool = True,
+    waves: I64 | None = None,
 ) -> Schedule:
     """Order the assembly of slabs.
 
@@ -86,6 +87,8 @@ def make_schedule(
         only_used: Leave out slabs that no copy touches.
         fold: Make one part of neighbours that continue each other or come at equal distances; it then stands for
             several copies, and has the row of the first.
+        waves: A number for each destination file, where files must be written from first byte to last: those of one wave
+            advance together, by their own offsets, after those of earlier waves.
     """
     strides = Strides(copies)
     parts = split_destination(nests(copies, strides), strides, slabs, copies.dst_file)
@@ -102,7 +105,11 @@ def make_schedule(
     if only_used:
         wanted = wanted & (anchor >= 0)
     chosen = np.flatnonzero(wanted)
-    ordered = chosen[np.lexsort((chosen, anchor[chosen]))]
+    if waves is None:
+        ordered = chosen[np.lexsort((chosen, anchor[chosen]))]
+    else:
+        file, (start, _) = slabs.file(chosen), slabs.bounds(chosen)
+        ordered = chosen[np.lexsort((file, start, waves[file]))]
     task_slab = _cut_tasks(slabs, ordered, task_bytes)
     place = np.zeros(slabs.cells, np.int64)
     place[ordered] = np.arange(len(ordered))

@@ -129,6 +129,7 @@ class Sources:
 
     def note_identities(self, numbers: npt.NDArray[np.integer]) -> None:
         """Remember what the files are now. Raises FormatError when one differs from when its header was read."""
+        self.store.refresh()
         for number in numbers.tolist():
             path = self.catalog.files[number].path
             self.identities[number] = self.store.identity(path)
@@ -138,6 +139,7 @@ class Sources:
 
     def check_unchanged(self) -> None:
         """Raise FormatError when a file is no longer what `note_identities` saw."""
+        self.store.refresh()
         for number, known in self.identities.items():
             path = self.catalog.files[number].path
             if self.store.identity(path) != known:

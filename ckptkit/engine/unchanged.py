@@ -64,6 +64,8 @@ def copy_unchanged(
         clone: Makes the second of two open files share the bytes of the first; gives False where that is impossible.
     """
     done: list[int] = []
+    if outputs.folder.ordered:  # remote: there is no file to share with
+        return done
     same = unchanged_files(plan, destination, copies)
     grid = Grid(outputs.sizes, outputs.origins, LEAF)
     prints: Prints | None = None

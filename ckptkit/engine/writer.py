@@ -23,7 +23,7 @@ from ckptkit.engine.journal import Durable, Journal
 from ckptkit.engine.mover import GUARD, Buffer, Mover, Slab
 from ckptkit.engine.schedule import Schedule
 from ckptkit.engine.sources import OpenFiles, Sources
-from ckptkit.stores.durable import OutFile, UnfinishedFolder
+from ckptkit.stores.folder import FileWriter, Folder
 
 SEGMENT = 64 << 20
 _SYNCS = 8
@@ -38,16 +38,14 @@ class Outputs:
         unsynced: Files written to since they were last synced.
     """
 
-    def __init__(
-        self, folder: UnfinishedFolder, destination: Destination, direct: bool, limit: int = 512
-    ) -> None:
+    def __init__(self, folder: Folder, destination: Destination, direct: bool) -> None:
         self.folder, self.destination = folder, destination
         catalog = destination.catalog
         self.sizes = np.asarray([file.size for file in catalog.files], np.int64)
         # Without digests cells start at the file's first byte, which is aligned as direct writes need it.
         starts = [file.data_start if destination.digests else 0 for file in catalog.files]
         self.origins = np.minimum(np.asarray(starts, np.int64), self.sizes)
-        self.files: OpenFiles[OutFile] = OpenFiles(
+        self.files: OpenFiles[FileWriter] = OpenFiles(
             lambda n: folder.file(
                 catalog.files[n].path, catalog.files[n].size, direct and self.sizes[n] >= LEAF
             )
@@ -61,9 +59,9 @@ class Outputs:
         self.sums: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)  # by segment
         self.prints: dict[int, Sums] = {}  # by segment
         self._lock = threading.Lock()
-        self.fixups = {
-            n: sorted(f, key=lambda x: (x.start, x.stop)) for n, f in destination.fixups.items() if f
-        }
+        # In an ordered folder they are filled in on the way (`ckptkit.engine.ordered`).
+        fixups = {} if folder.ordered else destination.fixups
+        self.fixups = {n: sorted(f, key=lambda x: (x.start, x.stop)) for n, f in fixups.items() if f}
         self._fixup_starts = {n: [f.start for f in fixups] for n, fixups in self.fixups.items()}
         self.done = np.zeros(self.segments, bool)
 
@@ -119,6 +117,10 @@ class Outputs:
             self.sums[segment] = list(row.sums)
             self.prints[segment] = dict(row.prints)
             self.done[segment] = True
+        if self.folder.ordered:  # a file is whole or it is written again
+            file = np.repeat(np.arange(len(self.sizes)), np.diff(self._first))
+            whole = np.bincount(file, self.done, len(self.sizes)) == np.diff(self._first)
+            self.done &= whole[file]
 
     def durable(self, segment: int) -> Durable:
         """The journal's line for a segment."""
@@ -186,7 +188,7 @@ class Outputs:
             raise ValueError(f"there is no fix-up of kind {fixup.kind!r}")
         return checksums.total(fixup.start, fixup.stop, parts).to_bytes(4, "little")
 
-    def _digest_again(self, out: OutFile, file: int, offsets: set[int]) -> None:
+    def _digest_again(self, out: FileWriter, file: int, offsets: set[int]) -> None:
         origin = self._starts[file]
         for leaf in {(offset - origin) // LEAF for offset in offsets if offset >= origin}:
             data = out.read(origin + leaf * LEAF, min(LEAF, out.size - origin - leaf * LEAF))
@@ -282,10 +284,14 @@ class Writer(Mover):
             if not self._left[segment]:
                 self.complete.append(segment)
 
+    def ready(self, segments: list[int]) -> tuple[list[int], list[int]]:
+        """Of complete segments, those that can be made durable, and the others."""
+        return segments, []
+
     def make_durable(self, journal: Journal) -> int:
         """Sync the files of complete segments, then tell the journal. Gives their bytes."""
         with self._lock:
-            segments, self.complete = self.complete, []
+            segments, self.complete = self.ready(self.complete)
         if not segments:
             return 0
         files = {self.outputs.locate(segment)[0] for segment in segments}

@@ -69,6 +69,9 @@ class Store(ABC):
     @abstractmethod
     def open(self, path: str) -> Reader: ...
 
+    def refresh(self) -> None:  # noqa: B027  (most stores remember nothing)
+        """Forget what was remembered of files, so that `size` and `identity` tell what they are now."""
+
     def age_s(self) -> float:
         """Seconds since the store was last changed; negative where its clock is ahead of ours, 0 where it does not tell."""
         return 0.0

@@ -266,7 +266,7 @@ class UnfinishedFolder(Folder):
         """Make the names of all files durable."""
         try:
             for folder, _, _ in os.walk(self.path):
-                _sync_folder(folder)
+                sync_folder(folder)
         except OSError as error:
             raise write_fault(self.path, "sync", error) from error
 
@@ -278,6 +278,7 @@ class UnfinishedFolder(Folder):
         """
         if marker is not None:
             self.write_small(*marker)
+        self._remove_log()
         self.sync_folders()
         check_target(self.target, self.overwrite)
         old = ""
@@ -291,7 +292,7 @@ class UnfinishedFolder(Folder):
                     os.rename(self.path, self.target)
             else:
                 os.rename(self.path, self.target)
-            _sync_folder(self.parent)
+            sync_folder(self.parent)
         except OSError as error:
             raise write_fault(self.target, "put in place", error) from error
         finally:
@@ -353,7 +354,7 @@ class UnfinishedFolder(Folder):
             view = view[os.write(self._log, view) :]
         os.fdatasync(self._log)
 
-    def remove_log(self) -> None:
+    def _remove_log(self) -> None:
         log, self._log = self._log, -1
         path = os.path.join(self.path, LOG)
         try:
@@ -378,7 +379,7 @@ def replace_file(folder: str, name: str, content: bytes) -> None:
         finally:
             os.close(fd)
         os.rename(temporary, path)
-        _sync_folder(folder)
+        sync_folder(folder)
     except OSError as error:
         with suppress(OSError):
             os.unlink(temporary)
@@ -421,7 +422,8 @@ def _lock(folder: str) -> int:
     return fd
 
 
-def _sync_folder(path: str) -> None:
+def sync_folder(path: str) -> None:
+    """Make the names in a folder durable. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

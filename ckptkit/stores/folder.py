@@ -110,7 +110,7 @@ class Folder(ABC):
 
     @abstractmethod
     def commit(self, marker: tuple[str, bytes] | None = None) -> None:
-        """Put the folder in place: when this returns, readers find it whole. All files must have been synced.
+        """Put the folder in place: when this returns, readers find it whole. All files must have been synced. The log goes.
 
         Args:
             marker: Path and content of the file that makes the folder a whole checkpoint; written after all others.
@@ -170,10 +170,6 @@ class Folder(ABC):
     @abstractmethod
     def append_log(self, lines: Iterable[str]) -> None:
         """Add lines, durably. Not for several threads at once. Raises StoreError."""
-
-    @abstractmethod
-    def remove_log(self) -> None:
-        """Remove the log; `commit` follows. Raises StoreError."""
 
     def __enter__(self) -> Self:
         return self

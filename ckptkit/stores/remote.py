@@ -1,7 +1,7 @@
 """Folders of remote stores (object stores, HTTP, SSH) as stores, over fsspec.
 
 Reads are ranged requests of their own; nothing is cached but one listing, which a store takes when it is first asked what there is.
-What was listed holds: an object that is shorter or longer when it is read is an error. Faults that may pass are tried again
+What was listed holds: an object that is shorter when it is read is an error. Faults that may pass are tried again
 (`ckptkit.stores.retrying`); a short body counts as one.
 """
 
@@ -100,8 +100,8 @@ class RemoteStore(Store):
         self._listing: dict[str, Mapping[str, Any]] | None = None
         self._ranges_checked = scheme_of(url) not in READ_ONLY
 
-    def listing(self) -> Mapping[str, Mapping[str, Any]]:
-        """What there is: path to what the store says of it. Taken once."""
+    def listing(self) -> dict[str, Mapping[str, Any]]:
+        """What there is: path to what the store says of it. Taken once, until `refresh`."""
         with self._lock:
             if self._listing is None:
                 self._listing = list_files(self.place, self._retry, deep=self._deep)
@@ -129,27 +129,26 @@ class RemoteStore(Store):
         return True
 
     def size(self, path: str) -> int:
-        self._check_path(path)
-        listed = self.listing().get(path)
-        if listed is None or listed.get("size") is None:  # lists of web servers hold names only
-            listed = self._info(path)
-            with self._lock:
-                assert self._listing is not None
-                self._listing[path] = listed
-        return _size(listed, f"{self.url}/{path}")
+        return _size(self._entry(path), f"{self.url}/{path}")
 
     def identity(self, path: str) -> str:
-        """Asked anew each time. Raises FormatError where the size is no longer the one that was listed."""
+        return tag(self._entry(path))
+
+    def refresh(self) -> None:
+        """The next question lists the folder again: one request, however many files are looked at."""
+        with self._lock:
+            self._listing = None
+
+    def _entry(self, path: str) -> Mapping[str, Any]:
+        """What the store says of a file. Raises ShardMissingError, FormatError for a folder."""
         self._check_path(path)
-        listed, found = self.size(path), self._info(path)
-        where = f"{self.url}/{path}"
-        if listed != _size(found, where):
-            raise FormatError(
-                f"{where} was listed with {listed:,} bytes, but has {_size(found, where):,}. Something writes to it; run again "
-                "when it is complete",
-                file=where,
-            )
-        return tag(found)
+        listing = self.listing()
+        found = listing.get(path)
+        if found is None or found.get("size") is None:  # lists of web servers hold names only
+            found = self._info(path)
+            with self._lock:
+                listing[path] = found
+        return found
 
     def open(self, path: str) -> RemoteReader:
         size = self.size(path)

@@ -185,11 +185,12 @@ class RemoteFolder(Folder):
                     "put in place; run the same command again",
                     file=path,
                 )
-        self._remove([p for p in found if p not in self._tags and p != UNFINISHED_MARK])
+        logs = [path for path in found if path == LOG or path.startswith(f"{LOG}.")]
+        self._remove([path for path in found if path not in (*self._tags, *logs, UNFINISHED_MARK)])
         if marker is not None:
             self.write_small(*marker)
-        # From here on the folder is whole for every reader.
-        self._remove([UNFINISHED_MARK])
+        self._remove(logs)
+        self._remove([UNFINISHED_MARK])  # from here on the folder is whole for every reader
         self.close()
 
     def discard(self) -> None:
@@ -235,9 +236,6 @@ class RemoteFolder(Folder):
         if content:
             self._logs += 1
             self.put(self._log_name(self._logs), content)
-
-    def remove_log(self) -> None:
-        self._remove([self._log_name(number) for number in range(self._logs, -1, -1)])
 
     # Requests.
 

@@ -41,6 +41,9 @@ class SingleFileStore(Store):
     def open(self, path: str) -> Reader:
         return self.folder.open(path)
 
+    def refresh(self) -> None:
+        self.folder.refresh()
+
     def age_s(self) -> float:
         return self.folder.age_s()
 

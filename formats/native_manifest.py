@@ -254,7 +254,22 @@ def manifest_of(
         raise FormatError(
             f"{path}: its {len(digests)} digest files are not those of all ranks of one step", file=path
         )
-    if xxhash.xxh3_128_digest(extras) != first.extras:
+    files = [
+        RankFile(file_name(d.rank), d.data_start + d.data_size, d.content.hex(), d.extras.hex())
+        for d in digests
+    ]
+    return assembled(
+        path, extras, files, index=first.index.hex(), step=first.step, epoch=first.epoch,
+        incarnation=first.incarnation.hex() if any(first.incarnation) else "", lineage=lineage,
+    )  # fmt: skip
+
+
+def assembled(
+    path: str, extras: bytes, files: Sequence[RankFile], *, index: str, step: int | None, epoch: int, incarnation: str,
+    lineage: Sequence[Any] = (),
+) -> Manifest:  # fmt: skip
+    """As `manifest_of`, from what the digests of all ranks say."""
+    if xxhash.xxh3_128_hexdigest(extras) != files[0].extras:
         raise CorruptionError(
             f"{path}: the extras of rank 0 are not what was written: their digest differs", file=path
         )
@@ -262,20 +277,9 @@ def manifest_of(
     try:
         said = plain["about"]
         found = Manifest(
-            index=first.index.hex(),
-            files=[
-                RankFile(file_name(d.rank), d.data_start + d.data_size, d.content.hex(), d.extras.hex())
-                for d in digests
-            ],
-            layout=Layout.parse(said["layout"]),
-            names=said["names"],
-            schema=said["schema"],
-            model=said["model"],
-            step=first.step,
-            epoch=first.epoch,
-            incarnation=first.incarnation.hex() if any(first.incarnation) else "",
-            lineage=list(lineage),
-        )
+            index=index, files=list(files), layout=Layout.parse(said["layout"]), names=said["names"], schema=said["schema"],
+            model=said["model"], step=step, epoch=epoch, incarnation=incarnation, lineage=list(lineage),
+        )  # fmt: skip
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FormatError(
             f"{path}: the extras of rank 0 do not say what the checkpoint is ({error!r})", file=path

@@ -31,11 +31,19 @@ COMMANDS: dict[str, dict[str, str]] = {
     "Write": {
         "plan": "Say what a reshard would do. Nothing is written.",
         "reshard": "Write a checkpoint in another layout or format.",
+        "copy": "Copy a checkpoint as it is, its bytes checked.",
         "synth": "Write a random checkpoint, to try storage and layouts.",
+    },
+    "Look after": {
+        "repair": "Mend a native checkpoint, from another copy if need be.",
+        "gc": "Remove a run's old steps, and what killed writers left.",
     },
     "Plan for faults": {
         "supervise": "Run a trainer, watch it, and restart it where that helps.",
         "goodput": "Advise how often to save, and account for a run's time.",
+    },
+    "Train": {
+        "train": "Train ZAYA1 in any layout; saves and goes on by itself.",
     },
     "More": {
         "selftest": "Check every kernel against its torch form, here.",

@@ -17,38 +17,37 @@ import torch.distributed as dist
 
 from ckptkit.train.config import BalanceTable
 from ckptkit.train.model import Stage
-from ckptkit.train.parallel import Parallel
 
 
 class Balancer:
-    """The balancing biases of a stage's layers.
+    """The balancing biases of a stage's layers. Its state, that of `pid`, is of all layers and equal on every rank.
 
     Attributes:
-        integral, before: State of `pid`, fp32 [layers here, E].
+        integral, before: I and e', fp32 [layers, E].
     """
 
     def __init__(self, stage: Stage, table: BalanceTable) -> None:
         self.stage, self.table = stage, table
         here: Any = stage
-        self.biases = [here.model.layers[i].mlp.gate.balancing_biases for i in stage.layers]
-        shape = (len(stage.layers), stage.dims.experts)
-        self.integral = torch.zeros(shape, device=stage.load.device)
-        self.before = torch.zeros(shape, device=stage.load.device)
+        self.biases = {i: here.model.layers[i].mlp.gate.balancing_biases for i in stage.layers}
+        self.integral = torch.zeros(stage.dims.layers, stage.dims.experts, device=stage.load.device)
+        self.before = torch.zeros_like(self.integral)
 
     def step(self) -> torch.Tensor:
-        """Update the biases by the load counted since the last call; returns that load over all ranks [layers, E + 1]."""
-        load, parallel = self.stage.load, self.stage.parallel
-        if parallel.stage.size > 1:
-            dist.all_reduce(load, group=parallel.stage.handle)
-        total = load.clone()
-        load.zero_()
-        if self.table.mode != "none" and len(total):
-            share = total.float() / total.sum(1, keepdim=True).clamp_min(1)
+        """Update the biases by the load counted since the last call; returns that load, int64 [all layers, E + 1]."""
+        load = self.stage.load.new_zeros(self.stage.dims.layers, self.stage.dims.experts + 1)
+        load[self.stage.layers] = self.stage.load
+        self.stage.load.zero_()
+        if self.stage.parallel.world.size > 1:
+            dist.all_reduce(load)
+        if self.table.mode != "none":
+            share = load.float() / load.sum(1, keepdim=True).clamp_min(1)
             error = (1 - share[:, -1:]) / (share.shape[1] - 1) - share[:, :-1]
-            for bias, change in zip(self.biases, self._change(error), strict=True):
-                bias[:-1] += change
+            change = self._change(error)
+            for layer, bias in self.biases.items():
+                bias[:-1] += change[layer]
                 bias[:-1] -= bias[:-1].mean()
-        return total
+        return load
 
     def _change(self, error: torch.Tensor) -> torch.Tensor:
         t = self.table
@@ -56,27 +55,16 @@ class Balancer:
             return t.rate * error.sign()
         change = t.kp * error + t.ki * self.integral + t.kd * (error - self.before)
         self.integral += error
-        self.before = error
+        self.before.copy_(error)
         return change
 
-
-class BalanceState:
-    """The state of `pid`, of all layers, as an extra: the same on every rank and in every layout."""
-
-    def __init__(self, balancer: Balancer, parallel: Parallel, layers: int) -> None:
-        self.balancer, self.parallel, self.layers = balancer, parallel, layers
-
     def state_dict(self) -> dict[str, Any]:
-        b = self.balancer
-        rows = torch.zeros(2, self.layers, b.integral.shape[1])
-        if b.stage.layers:
-            rows[:, b.stage.layers] = torch.stack([b.integral, b.before]).cpu()
-        rows = rows.to(self.parallel.device)
-        if self.parallel.pp.size > 1:
-            dist.all_reduce(rows, group=self.parallel.pp.handle)
-        return {"integral": rows[0].tolist(), "before": rows[1].tolist()}
+        return (
+            {"integral": self.integral.tolist(), "before": self.before.tolist()}
+            if self.table.mode == "pid"
+            else {}
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        b = self.balancer
-        for name in ("integral", "before"):
-            getattr(b, name).copy_(torch.tensor(state[name])[b.stage.layers])
+        for name, value in state.items():
+            getattr(self, name).copy_(torch.tensor(value))

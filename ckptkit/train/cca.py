@@ -49,10 +49,16 @@ class Attention:
         history = taps0 + taps1 - 2
         rows = max(history, 1)
         known = self.context.with_history(self.context.split(torch.cat([c, delayed], -1)), rows)
-        z = self._convolve(known[:, :, rows - history :, : c.shape[-1]], p.conv_qk_depthwise, p.conv_qk_grouped)
+        z = self._convolve(
+            known[:, :, rows - history :, : c.shape[-1]], p.conv_qk_depthwise, p.conv_qk_grouped
+        )
         z = self.context.join(z)
         delayed = self.context.join(known[:, :, rows - 1 : -1, c.shape[-1] :])
-        if (start := bias(p.v_proj_delayed)) is not None and self.context.chunks[0] == 0 and delayed.shape[-1]:
+        if (
+            (start := bias(p.v_proj_delayed)) is not None
+            and self.context.chunks[0] == 0
+            and delayed.shape[-1]
+        ):
             # Before the first token there is a projection of zeros: the bias.
             first = start[self._rows(1)].expand(b, 1, -1)
             delayed = torch.cat([first, delayed[:, 1:]], 1)
@@ -77,7 +83,9 @@ class Attention:
         """
         width = self.dims.kv_heads * self.dims.head_dim // 2
         first = self.first_kv * self.dims.head_dim - half * width
-        return slice(min(max(first, 0), width), min(max(first + self.kv_heads * self.dims.head_dim, 0), width))
+        return slice(
+            min(max(first, 0), width), min(max(first + self.kv_heads * self.dims.head_dim, 0), width)
+        )
 
     def _values(self, x: torch.Tensor, projection: Any, half: int) -> torch.Tensor:
         rows, extra = self._rows(half), bias(projection)

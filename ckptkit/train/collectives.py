@@ -114,7 +114,9 @@ class _AllReduce(torch.autograd.Function):
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], group: Group) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], group: Group
+    ) -> torch.Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
         return exchange(x, sent, received, group)
 

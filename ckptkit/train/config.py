@@ -195,10 +195,7 @@ class Config:
                 + (f"; it has base = {base!r}" if base else "")
             )
         model = {**PRESETS[base][1], **given} if base else given
-        tables = {
-            name: _read(kind, table.get(name, {}), name, where)  # type: ignore[arg-type]
-            for name, kind in _TABLES.items()
-        }
+        tables = {name: _read(kind, table.get(name, {}), name, where) for name, kind in _TABLES.items()}
         return cls(model=model, **tables)
 
     @classmethod
@@ -256,7 +253,9 @@ def _read(kind: type, given: Mapping[str, Any], table: str, where: str) -> Any:
             raise UsageError(f"{where}: [{table}] {name} = {value!r} must be of type {wanted.__name__}")
         choices = _CHOICES.get((table, name))
         if choices and value not in choices:
-            raise UsageError(f"{where}: [{table}] {name} = {value!r} must be one of {', '.join(filter(None, choices))}")
+            raise UsageError(
+                f"{where}: [{table}] {name} = {value!r} must be one of {', '.join(filter(None, choices))}"
+            )
         if isinstance(value, int | float) and (value < 0 or value < ((table, name) in _AT_LEAST_ONE)):
             raise UsageError(f"{where}: [{table}] {name} = {value!r} is too small")
         values[name] = value

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+from ckptkit.core.layouts import Layout
 from ckptkit.errors import LayoutError
 from ckptkit.train.collectives import gather
 from ckptkit.train.parallel import Parallel
@@ -24,14 +25,10 @@ class Context:
     """
 
     def __init__(self, parallel: Parallel, seq_len: int) -> None:
-        cp, tp = parallel.cp, parallel.tp
+        cp = parallel.cp
         self.cp = cp
         count = 1 if cp.size == 1 else 2
-        if seq_len % (cp.size * count * tp.size) or (cp.size > 1 and seq_len // (cp.size * count) < 2):
-            raise LayoutError(
-                f"a sequence of {seq_len} tokens cannot be cut for layout {parallel.layout}: its length must be a "
-                f"multiple of {cp.size * count * tp.size}" + (", with chunks of at least 2" if cp.size > 1 else "")
-            )
+        check(parallel.layout, seq_len)
         self.length = seq_len // (cp.size * count)
         self.chunks = [0] if count == 1 else [cp.index, 2 * cp.size - 1 - cp.index]
         self.positions = torch.cat(
@@ -39,7 +36,11 @@ class Context:
         ).to(parallel.device)
         self.tokens = len(self.positions)
         # Gathered chunks come by rank: slot[g] is where chunk g is.
-        self.slot = [0] if count == 1 else [min(g, 2 * cp.size - 1 - g) * 2 + (g >= cp.size) for g in range(2 * cp.size)]
+        self.slot = (
+            [0]
+            if count == 1
+            else [min(g, 2 * cp.size - 1 - g) * 2 + (g >= cp.size) for g in range(2 * cp.size)]
+        )
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """[B, tokens, ...] as [chunks, B, length, ...]."""
@@ -71,7 +72,9 @@ class Context:
         """
         both = torch.stack([k, v])
         if self.cp.size > 1:
-            pairs = gather(torch.stack(both.split(self.length, 2)), self.cp, 0)  # [chunks of all ranks, 2, B, length, ...]
+            pairs = gather(
+                torch.stack(both.split(self.length, 2)), self.cp, 0
+            )  # [chunks of all ranks, 2, B, length, ...]
             both = torch.cat(pairs[self.slot].unbind(0), 2)
         keys, values = both.transpose(2, 3)  # [B, kv heads, sequence, d]
         results = []
@@ -82,7 +85,12 @@ class Context:
             mask = self._mask(part, g * self.length, start, stop, window)
             results.append(
                 F.scaled_dot_product_attention(
-                    part, keys[:, :, seen], values[:, :, seen], attn_mask=mask, is_causal=mask is None, enable_gqa=True
+                    part,
+                    keys[:, :, seen],
+                    values[:, :, seen],
+                    attn_mask=mask,
+                    is_causal=mask is None,
+                    enable_gqa=True,
                 )
             )
         return torch.cat(results, 2).transpose(1, 2)
@@ -96,7 +104,20 @@ class Context:
         return (key <= at) & (key > at - window)
 
 
-def rotary(positions: torch.Tensor, theta: float, rotated: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def check(layout: Layout, seq_len: int) -> None:
+    """Raise LayoutError where a sequence cannot be cut for a layout."""
+    chunks = 1 if layout.cp == 1 else 2 * layout.cp
+    if seq_len % (chunks * layout.tp) or (layout.cp > 1 and seq_len // chunks < 2):
+        raise LayoutError(
+            f"layout {layout} cannot cut a sequence of {seq_len} tokens: cp={layout.cp} makes {chunks} chunks, which tp="
+            f"{layout.tp} shares; make [train] seq_len a multiple of {chunks * layout.tp}"
+            + (f", and at least {2 * chunks}" if layout.cp > 1 else "")
+        )
+
+
+def rotary(
+    positions: torch.Tensor, theta: float, rotated: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines [tokens, rotated] of the rotary embedding; pairs are (i, i + rotated / 2)."""
     exponent = torch.arange(0, rotated, 2, dtype=torch.float, device=positions.device) / rotated
     angles = positions[:, None].float() * (1.0 / theta**exponent)

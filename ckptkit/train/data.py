@@ -37,17 +37,41 @@ def synthetic(size: int, seed: int) -> Bytes:
     return np.frombuffer(b"".join(text)[:size], np.uint8)
 
 
-def sources(table: DataTable) -> list[Bytes]:
-    """The texts of a configuration; files are mapped, not read. Raises UsageError for files that are not there."""
-    if not table.files:
-        return [synthetic(table.synthetic_bytes, table.seed)]
+def paths_of(table: DataTable) -> list[str]:
+    """The files of a configuration. Raises UsageError for those that are not there."""
     paths = []
     for pattern in table.files:
         found = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
         if not found:
-            raise UsageError(f"[data] files: there is no file {pattern}; give paths or patterns of files to read")
+            raise UsageError(
+                f"[data] files: there is no file {pattern}; give paths or patterns of files to read"
+            )
         paths += found
-    return [np.memmap(path, np.uint8, "r") for path in paths if Path(path).stat().st_size]
+    return [path for path in paths if Path(path).stat().st_size]
+
+
+def check(table: DataTable, seq_len: int) -> None:
+    """Raise UsageError where a configuration's data is not there or too short, without reading it."""
+    sizes = [Path(path).stat().st_size for path in paths_of(table)]
+    _windows(sizes if table.files else [table.synthetic_bytes], seq_len)
+
+
+def _windows(sizes: list[int], seq_len: int) -> npt.NDArray[np.int64]:
+    """How many windows there are up to and with each text."""
+    counts = [max(0, (size - 1) // seq_len) for size in sizes]
+    if not sum(counts):
+        raise UsageError(
+            f"the data has {sum(sizes)} bytes in {len(sizes)} files, which hold no sequence of {seq_len} tokens and one more; "
+            "give more data, or a smaller [train] seq_len"
+        )
+    return np.cumsum(counts, dtype=np.int64)
+
+
+def sources(table: DataTable) -> list[Bytes]:
+    """The texts of a configuration; files are mapped, not read. Raises UsageError for files that are not there."""
+    if not table.files:
+        return [synthetic(table.synthetic_bytes, table.seed)]
+    return [np.memmap(path, np.uint8, "r") for path in paths_of(table)]
 
 
 class Loader:
@@ -65,15 +89,8 @@ class Loader:
 
     def __init__(self, texts: list[Bytes], seq_len: int, batch: int, seed: int) -> None:
         self.texts, self.seq_len, self.batch, self.seed = texts, seq_len, batch, seed
-        counts = [max(0, (len(text) - 1) // seq_len) for text in texts]
-        self.ends = np.cumsum(counts, dtype=np.int64)
-        self.windows = int(self.ends[-1]) if counts else 0
-        if not self.windows:
-            size = sum(map(len, texts))
-            raise UsageError(
-                f"the data has {size} bytes in {len(texts)} files, which hold no sequence of {seq_len} tokens and one more; "
-                "give more data, or a smaller [train] seq_len"
-            )
+        self.ends = _windows([len(text) for text in texts], seq_len)
+        self.windows = int(self.ends[-1])
         self.used = 0
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None
 
@@ -90,7 +107,11 @@ class Loader:
         """The next step's tokens and targets, int64 [sequences, positions], of one of `shares` equal parts of the batch."""
         each = self.batch // shares
         numbers = range(self.used + share * each, self.used + (share + 1) * each)
-        tokens = torch.from_numpy(np.stack([self._window(number) for number in numbers])).to(positions.device).long()
+        tokens = (
+            torch.from_numpy(np.stack([self._window(number) for number in numbers]))
+            .to(positions.device)
+            .long()
+        )
         self.used += self.batch
         return tokens[:, positions], tokens[:, positions + 1]
 

@@ -45,14 +45,18 @@ class Dims:
         layers = sizes["layers"]
         types = config.get("layer_types") or ["hybrid"] * layers
         if len(types) != layers or set(types) - {"hybrid", "hybrid_sliding"}:
-            raise UsageError(f"the model's layer_types must be {layers} times hybrid or hybrid_sliding, not {types}")
+            raise UsageError(
+                f"the model's layer_types must be {layers} times hybrid or hybrid_sliding, not {types}"
+            )
         window = int(config.get("sliding_window") or 0)
         if "hybrid_sliding" in types and window < 1:
             raise UsageError("the model has hybrid_sliding layers, but no sliding_window")
         rope = {kind: _rope(config, kind) for kind in set(types)}
         partial = {share for _, share in rope.values()}
         if len(partial) > 1:
-            raise UsageError("the model's layer types rotate different shares of a head, which training does not know")
+            raise UsageError(
+                "the model's layer types rotate different shares of a head, which training does not know"
+            )
         if config.get("attention_dropout"):
             raise UsageError("the model has attention_dropout; training knows none: set it to 0")
         if config.get("clamp_temp"):
@@ -82,7 +86,9 @@ def _rope(config: dict[str, Any], kind: str) -> tuple[float, float]:
     rope = config.get("rope_parameters") or {}
     rope = rope.get(kind, rope)
     if rope.get("rope_type", "default") != "default":
-        raise UsageError(f"the model's rope_type {rope['rope_type']!r} is not known to training; it knows default")
+        raise UsageError(
+            f"the model's rope_type {rope['rope_type']!r} is not known to training; it knows default"
+        )
     if "rope_theta" not in rope:
         raise UsageError(f"the model's rope_parameters give no rope_theta for {kind} layers")
     return float(rope["rope_theta"]), float(rope.get("partial_rotary_factor", 0.5))

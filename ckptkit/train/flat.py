@@ -90,7 +90,9 @@ class Buffer:
         mine = slice(index * size, (index + 1) * size)
         self.own = self.param[mine]
         self.master = self.own if self.own.dtype == torch.float32 else self.own.float()
-        self.section = self.grad[mine] if group.size == 1 or not self.cut else torch.zeros_like(self.grad[mine])
+        self.section = (
+            self.grad[mine] if group.size == 1 or not self.cut else torch.zeros_like(self.grad[mine])
+        )
 
     def _adopt(self, param: torch.nn.Parameter, data: torch.Tensor, grad: torch.Tensor) -> None:
         """Move a parameter into the buffer, and its gradients with it."""

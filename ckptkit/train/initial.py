@@ -27,13 +27,19 @@ def initial(tensor: Tensor, seed: int, std: float, device: torch.device) -> torc
         return torch.ones(tensor.shape, device=device)
     if name.endswith("bias"):
         return torch.zeros(tensor.shape, device=device)
-    generator = torch.Generator(device).manual_seed(zlib.crc32(tensor.name.encode()) ^ (seed * 0x9E3779B1 & 0xFFFFFFFF))
+    generator = torch.Generator(device).manual_seed(
+        zlib.crc32(tensor.name.encode()) ^ (seed * 0x9E3779B1 & 0xFFFFFFFF)
+    )
     return torch.empty(tensor.shape, device=device).normal_(0.0, std, generator=generator)
 
 
 @torch.no_grad()
 def fill(
-    holds: list[Holding], data: Mapping[str, torch.Tensor], tensors: Mapping[str, Tensor], seed: int, std: float
+    holds: list[Holding],
+    data: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Tensor],
+    seed: int,
+    std: float,
 ) -> None:
     """Write initial values into local tensors `data` (by key). Padding becomes zero."""
     made: tuple[str, torch.Tensor] | None = None

@@ -33,7 +33,7 @@ def launch(main: Callable[..., Any], world: int, *args: Any, device: str = "cpu"
         StoreError: a rank ended without a word (killed, out of memory).
     """
     if world == 1:
-        return [main(0, "", _device(device, 0), *args)]
+        return [main(0, "", device_of(device, 0), *args)]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ckptkit.train.trainer"])
     address = f"tcp://127.0.0.1:{_free_port()}"
@@ -41,7 +41,9 @@ def launch(main: Callable[..., Any], world: int, *args: Any, device: str = "cpu"
     for rank in range(world):
         mine, theirs = context.Pipe()
         worker = context.Process(
-            target=_work, args=(theirs, main, rank, address, _device(device, rank), args), name=f"rank {rank}"
+            target=_work,
+            args=(theirs, main, rank, address, device_of(device, rank), args),
+            name=f"rank {rank}",
         )
         worker.start()
         theirs.close()
@@ -59,6 +61,7 @@ def under_torchrun() -> tuple[int, int, int] | None:
 
 
 def _collect(workers: dict[Connection, Any]) -> list[Any]:
+    """Results of workers; signals are theirs to handle, and a SIGTERM that only this process got is passed on."""
     order = list(workers)
     results: dict[Connection, Any] = {}
     failure: BaseException | None = None
@@ -77,9 +80,12 @@ def _collect(workers: dict[Connection, Any]) -> list[Any]:
                 except EOFError:
                     workers[pipe].join(10)
                     code = workers[pipe].exitcode
-                    good, value = False, StoreError(
-                        f"{workers[pipe].name} ended without a word (exit code {code}); others were ended. It was "
-                        "killed, perhaps for memory: look at the system's log, and run the same command again to go on"
+                    good, value = (
+                        False,
+                        StoreError(
+                            f"{workers[pipe].name} ended without a word (exit code {code}); others were ended. It was "
+                            "killed, perhaps for memory: look at the system's log, and run the same command again to go on"
+                        ),
                     )
                 if good:
                     results[pipe] = value
@@ -99,33 +105,42 @@ def _collect(workers: dict[Connection, Any]) -> list[Any]:
     return [results[pipe] for pipe in order]
 
 
-def _work(pipe: Connection, main: Callable[..., Any], rank: int, address: str, device: str, args: tuple[Any, ...]) -> None:
+def _work(
+    pipe: Connection, main: Callable[..., Any], rank: int, address: str, device: str, args: tuple[Any, ...]
+) -> None:
     try:
         pipe.send((True, main(rank, address, device, *args)))
     except BaseException as error:  # noqa: BLE001 (told to the parent, which raises it)
         try:
             pipe.send((False, error))
-        except Exception:
+        except Exception:  # noqa: BLE001 (an error that does not pickle)
             pipe.send((False, RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")))
     finally:
         pipe.close()
 
 
-def _device(kind: str, rank: int) -> str:
-    return f"cuda:{rank}" if kind == "cuda" else kind
+def device_of(kind: str, local: int) -> str:
+    """The device of the `local`th rank of a machine."""
+    return f"cuda:{local}" if kind == "cuda" else kind
+
+
+def device_kind(device: str, ranks: int) -> str:
+    """`cpu` or `cuda` for so many ranks on this machine. Raises UsageError where there are not enough devices."""
+    if device == "cpu":
+        return device
+    import torch
+
+    have = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if have >= ranks:
+        return "cuda"
+    if device == "auto":
+        return "cpu"
+    raise UsageError(
+        f"{ranks} ranks need as many GPUs here, there are {have}; use --device cpu, or torchrun on more nodes"
+    )
 
 
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def check_devices(device: str, ranks: int) -> None:
-    """Raise UsageError where this machine has not a device for each rank."""
-    if device == "cuda":
-        import torch
-
-        have = torch.cuda.device_count()
-        if have < ranks:
-            raise UsageError(f"{ranks} ranks need as many GPUs here, there are {have}; use --device cpu, or torchrun")

@@ -24,7 +24,7 @@ from ckptkit.train.cca import Attention, bias
 from ckptkit.train.config import Config
 from ckptkit.train.context import Context
 from ckptkit.train.dims import Dims
-from ckptkit.train.held import Holding, add, held
+from ckptkit.train.held import Holding, Node, add, held
 from ckptkit.train.moe import Mixture
 from ckptkit.train.parallel import Parallel
 
@@ -49,7 +49,9 @@ class Stage(nn.Module):
         self.context = Context(parallel, config.train.seq_len)
         self.attention = Attention(self.dims, parallel, self.context, self.dtype)
         self.mixture = Mixture(self.dims, parallel, config.train.skip, kernels)
-        self.layers = [i for i, s in enumerate(layout.stage_of_layers(self.dims.layers)) if s == parallel.pp.index]
+        self.layers = [
+            i for i, s in enumerate(layout.stage_of_layers(self.dims.layers)) if s == parallel.pp.index
+        ]
         self.holds: dict[str, Holding] = {item.key: item for item in held(model, layout, parallel.rank)}
         for item in self.holds.values():
             value = torch.zeros(item.local.shape, device=parallel.device, dtype=self._dtype(item))
@@ -71,9 +73,8 @@ class Stage(nn.Module):
     def head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias of the output layer, on the last stage."""
         here: Any = self
-        own = getattr(here, "lm_head", None)
-        tied = own is None or not hasattr(own, "weight")
-        return (here.model.embed_tokens.weight if tied else own.weight), None if own is None else bias(own)
+        own: Any = getattr(here, "lm_head", Node())
+        return (own.weight if hasattr(own, "weight") else here.model.embed_tokens.weight), bias(own)
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         """Tokens int64 [B, T] on the first stage, else R [B, S, D] and r [B, S, width].
@@ -84,11 +85,11 @@ class Stage(nn.Module):
         model: Any = getattr(self, "model", None)
         state: torch.Tensor | None = None
         if self.parallel.is_first:
-            x = vocab.embed(inputs[0], model.embed_tokens.weight, self.dims, self.parallel)
-            residual = ((x + model.input_hidden_states_bias) * model.input_hidden_states_scale).float()
+            e = vocab.embed(inputs[0], model.embed_tokens.weight, self.dims, self.parallel)
+            residual = ((e + model.input_hidden_states_bias) * model.input_hidden_states_scale).float()
         else:
             residual, state = inputs
-        x = None
+        x: torch.Tensor | None = None
         for number, index in enumerate(self.layers):
             layer = model.layers[index]
             if x is None:
@@ -102,7 +103,9 @@ class Stage(nn.Module):
             if weight is None:  # the next stage norms
                 residual, x = merge(m, residual, scales), None
             else:
-                residual, x = rmsnorm_residual(m, residual, vectors(scales, weight), self.dims.eps, self.kernels)
+                residual, x = rmsnorm_residual(
+                    m, residual, vectors(scales, weight), self.dims.eps, self.kernels
+                )
         if not self.parallel.is_last:
             return residual, state
         return x if x is not None else norm(residual, model.norm.weight, self.dims.eps)
@@ -122,7 +125,11 @@ class Stage(nn.Module):
 def vectors(scales: Any, weight: torch.Tensor) -> Vectors:
     """A half-layer's residual scales and the norm after it."""
     return Vectors(
-        scales.hidden_states_scale, scales.hidden_states_bias, scales.residual_scale, scales.residual_bias, weight
+        scales.hidden_states_scale,
+        scales.hidden_states_bias,
+        scales.residual_scale,
+        scales.residual_bias,
+        weight,
     )
 
 

@@ -59,7 +59,10 @@ class Mixture:
         counts = counts[:-1]
         kept = counts.tolist()
         routed, skipped = x[: sum(kept)], x[sum(kept) :]
-        result = [self._dispatched(routed, counts, kept, w.experts), skipped if self.skip == "identity" else skipped * 0]
+        result = [
+            self._dispatched(routed, counts, kept, w.experts),
+            skipped if self.skip == "identity" else skipped * 0,
+        ]
         m = _Permute.apply(torch.cat(result), routes.position.long(), routes.order.long())
         m = m * routes.weight[:, None].to(m.dtype)
         return m.view(y.shape), r
@@ -91,7 +94,9 @@ def experts(x: torch.Tensor, counts: list[int], w: Any) -> torch.Tensor:
         return F.grouped_mm(F.silu(gate) * up, w.down_proj.mT, offs=ends)
     results = []
     # unbind: its backward stacks the experts' gradients, where indexing would make a whole stack for each.
-    for rows, gate_up, down in zip(x.split(counts), w.gate_up_proj.unbind(0), w.down_proj.unbind(0), strict=True):
+    for rows, gate_up, down in zip(
+        x.split(counts), w.gate_up_proj.unbind(0), w.down_proj.unbind(0), strict=True
+    ):
         gate, up = F.linear(rows, gate_up).chunk(2, -1)
         results.append(F.linear(F.silu(gate) * up, down))
     return torch.cat(results)

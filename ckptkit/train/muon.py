@@ -70,7 +70,7 @@ class Orthogonalizer:
         self.section = buffer.master.numel()
         # What this rank sends to each worker, and what it gets from each rank, in one order known to all.
         self.sends: list[list[slice]] = [[] for _ in range(group.size)]
-        self.gets: list[list[tuple[_Matrix, _Part, int, int]]] = [[] for _ in range(group.size)]
+        self.gets: list[list[tuple[_Part, int, int]]] = [[] for _ in range(group.size)]
         self.mine = [matrix for matrix in self.matrices if matrix.worker == group.index]
         for matrix in self.matrices:
             for part in matrix.parts.values():
@@ -79,25 +79,29 @@ class Orthogonalizer:
                         if rank == group.index:
                             self.sends[matrix.worker].append(slice(offset, offset + last - first))
                         if matrix.worker == group.index:
-                            self.gets[rank].append((matrix, part, first, last))
+                            self.gets[rank].append((part, first, last))
 
     def __call__(self, update: torch.Tensor) -> torch.Tensor:
         """The orthogonalised update, of this rank's section as `update` [section] is of it; in `dtype`."""
         out = torch.zeros(self.section, dtype=self.dtype, device=update.device)
         sent = [sum(s.stop - s.start for s in to) for to in self.sends]
-        received = [sum(last - first for *_, first, last in rank) for rank in self.gets]
+        received = [sum(last - first for _, first, last in rank) for rank in self.gets]
         flat = _cat([update[s] for to in self.sends for s in to], update)
         if self.group.size > 1:
             flat = exchange(flat, sent, received, self.group)
         boxes: dict[int, torch.Tensor] = {}
         at = 0
-        for matrix, part, first, last in (get for rank in self.gets for get in rank):
+        for part, first, last in (get for rank in self.gets for get in rank):
+            arrived = flat[at : at + last - first]
+            at += last - first
+            if len(arrived) == part.box.size:
+                boxes[id(part)] = arrived
+                continue
             if id(part) not in boxes:
                 boxes[id(part)] = flat.new_empty(part.box.size)
-            boxes[id(part)][first:last] = flat[at : at + last - first]
-            at += last - first
+            boxes[id(part)][first:last] = arrived
         done = self._orthogonalise(boxes)
-        results = [done[id(part)][first:last] for rank in self.gets for _, part, first, last in rank]
+        results = [done[id(part)][first:last] for rank in self.gets for part, first, last in rank]
         flat = _cat(results, out)
         if self.group.size > 1:
             flat = exchange(flat, received, sent, self.group)
@@ -172,7 +176,9 @@ def _matrices(
                 )
                 part = matrix.parts.setdefault(str(inner), _Part(inner))
                 first, last = max(run.first, number * size), min(run.last, (number + 1) * size)
-                part.runs[rank].append((first - number * size, last - number * size, run.offset + first - run.first))
+                part.runs[rank].append(
+                    (first - number * size, last - number * size, run.offset + first - run.first)
+                )
     return list(found.values())
 
 

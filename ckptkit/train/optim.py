@@ -51,7 +51,9 @@ class Adam:
             at = [run.here for run in buffer.runs if run.item.tensor.decay == decay]
             columns = (buffer.master, buffer.section, self.exp_avg, self.exp_avg_sq)
             if at:
-                self.groups.append((AdamWTable(*([c[s] for s in at] for c in columns)), table.weight_decay * decay))
+                self.groups.append(
+                    (AdamWTable(*([c[s] for s in at] for c in columns)), table.weight_decay * decay)
+                )
 
     def step(self, count: int, scale: torch.Tensor | None, ratio: float) -> None:
         """The `count`th step (from 1), with gradients times `scale` and the rate times `ratio`."""
@@ -67,7 +69,13 @@ class Adam:
 class Muon:
     """Muon of one buffer."""
 
-    def __init__(self, buffer: Buffer, table: OptimizerTable, orthogonalise: Orthogonalizer, whole: Mapping[str, LocalTensor]) -> None:
+    def __init__(
+        self,
+        buffer: Buffer,
+        table: OptimizerTable,
+        orthogonalise: Orthogonalizer,
+        whole: Mapping[str, LocalTensor],
+    ) -> None:
         self.buffer, self.table, self.orthogonalise = buffer, table, orthogonalise
         self.momentum = torch.zeros_like(buffer.master)
         self.shape = {run.item.key: whole[run.item.key].shape[-2:] for run in buffer.runs}
@@ -106,8 +114,13 @@ class Optimizer:
         shapes = {key: local.shape for key, local in whole.items()}
         dtype = torch.bfloat16 if table.muon_dtype == "bfloat16" else torch.float32
         # Whose runs make whole matrices: those of its tensor-parallel peers, and under ZeRO all that share them.
-        group = {False: parallel.stage if layout.zero else parallel.tp, True: parallel.edp if layout.zero else Group((parallel.rank,), 0)}
-        peers = {r: [i for i in held(model, layout, r) if i.tensor.kind == "param"] for r in parallel.tp.ranks}
+        group = {
+            False: parallel.stage if layout.zero else parallel.tp,
+            True: parallel.edp if layout.zero else Group((parallel.rank,), 0),
+        }
+        peers = {
+            r: [i for i in held(model, layout, r) if i.tensor.kind == "param"] for r in parallel.tp.ranks
+        }
         self.parts: list[Adam | Muon] = []
         for expert in (False, True):
             for kind in ("adamw", "muon"):
@@ -142,7 +155,9 @@ class Optimizer:
         shard = (lambda rank: int(mesh["shard"][rank])) if layout.zero else (lambda rank: 0)
         return [by_tp[int(mesh["tp"][rank])][shard(rank)] for rank in group.ranks]
 
-    def _replicated(self, items: list[Holding], holders: Mapping[tuple[str, object], list[int]]) -> dict[int, tuple[Group, list[torch.Tensor]]]:
+    def _replicated(
+        self, items: list[Holding], holders: Mapping[tuple[str, object], list[int]]
+    ) -> dict[int, tuple[Group, list[torch.Tensor]]]:
         """Gradients to be summed over tensor-parallel ranks: by how many hold them, the group and views of them."""
         found: dict[int, tuple[Group, list[torch.Tensor]]] = {}
         for item in items:
@@ -153,7 +168,10 @@ class Optimizer:
                 if len(ranks) > 1:
                     group = self.parallel.neighbours(len(ranks))
                     if list(group.ranks) != sorted(ranks):
-                        raise LayoutError(f"{segment.tensor} is on ranks {ranks}, which are no neighbours", tensor=segment.tensor)
+                        raise LayoutError(
+                            f"{segment.tensor} is on ranks {ranks}, which are no neighbours",
+                            tensor=segment.tensor,
+                        )
                     first, last = interval(item.local, segment)
                     views = found.setdefault(len(ranks), (group, []))[1]
                     views.append(self.grads[item.key].view(-1)[first:last])
@@ -168,7 +186,10 @@ class Optimizer:
             if run.item.copy:
                 continue
             for segment in run.item.local.segments:
-                if not run.item.placement.expert and holders[segment.tensor, segment.box][0] != self.parallel.rank:
+                if (
+                    not run.item.placement.expert
+                    and holders[segment.tensor, segment.box][0] != self.parallel.rank
+                ):
                     continue
                 first, last = interval(run.item.local, segment)
                 first, last = max(first, run.first), min(last, run.last)
@@ -200,7 +221,9 @@ class Optimizer:
 
     def norm_sq(self) -> torch.Tensor:
         """This rank's part of the squared norm of the whole gradient, float64; parts add up over all ranks."""
-        views = [part.buffer.section[s] for part, at in zip(self.parts, self._counted, strict=True) for s in at]
+        views = [
+            part.buffer.section[s] for part, at in zip(self.parts, self._counted, strict=True) for s in at
+        ]
         if not views:
             return torch.zeros((), dtype=torch.float64, device=self.parallel.device)
         return torch.stack(torch._foreach_norm(views)).double().square().sum()
@@ -239,6 +262,8 @@ def interval(local: LocalTensor, segment: Segment) -> tuple[int, int]:
     wanted = row_major_strides(segment.box.shape)
     shape = segment.box.shape
     if any(a != b for a, b, size in zip(strides, wanted, shape, strict=True) if size > 1):
-        raise LayoutError(f"{segment.tensor} does not lie in one stretch of {local.key}", tensor=segment.tensor)
+        raise LayoutError(
+            f"{segment.tensor} does not lie in one stretch of {local.key}", tensor=segment.tensor
+        )
     first = base + sum(lo * stride for lo, stride in zip(segment.box.start, strides, strict=True))
     return first, first + segment.box.size

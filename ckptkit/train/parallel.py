@@ -122,7 +122,9 @@ def stop() -> None:
 def _check(layout: Layout) -> None:
     for name, why in (("etp", "experts are not cut inside"), ("vpp", "a stage is one run of layers")):
         if getattr(layout, name) > 1:
-            raise LayoutError(f"layout {layout}: training takes {name}=1 ({why}); use tp, pp, ep, cp, dp and zero")
+            raise LayoutError(
+                f"layout {layout}: training takes {name}=1 ({why}); use tp, pp, ep, cp, dp and zero"
+            )
     if layout.zero > 1 or layout.rule not in ("even", "whole"):
         raise LayoutError(
             f"layout {layout}: training takes zero=0, zero=1 (optimizer state in equal flat ranges) or zero=1:whole (whole "

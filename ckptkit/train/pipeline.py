@@ -45,7 +45,9 @@ class Pipeline:
             output_args=(last,) if p.is_last else (residual, state),
             group=p.pp.handle,
         )
-        kind: Callable[..., Any] = pipelining.Schedule1F1B if self.count >= p.pp.size else pipelining.ScheduleGPipe
+        kind: Callable[..., Any] = (
+            pipelining.Schedule1F1B if self.count >= p.pp.size else pipelining.ScheduleGPipe
+        )
         return kind(wrapped, self.count, loss_fn=self._loss, scale_grads=False)
 
     def run(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -65,7 +67,9 @@ class Pipeline:
             p = self.stage.parallel
             inputs = (tokens,) if p.is_first else ()
             target = targets if p.is_last else None
-            self.schedule.step(*inputs, target=target, losses=losses if p.is_last else None, return_outputs=False)
+            self.schedule.step(
+                *inputs, target=target, losses=losses if p.is_last else None, return_outputs=False
+            )
         if not losses:
             return torch.zeros((), device=self.stage.parallel.device)
         return torch.stack([loss.detach() for loss in losses]).sum()

@@ -1,10 +1,8 @@
 """One rank of a run: model, optimizer, balancing and data, and what one step does.
 
-    trainer = Trainer(config, parallel)
-    trainer.register(checkpointer)
-    done = trainer.restore(checkpointer)
-    while done < config.train.steps:
-        result = trainer.step()
+trainer = Trainer(config, parallel)
+while trainer.done < config.train.steps:
+    result = trainer.step()
 """
 
 import time
@@ -29,14 +27,14 @@ from ckptkit.train.pipeline import Pipeline
 
 @dataclass(frozen=True)
 class Result:
-    """What one step came to; the same on every rank but for `load`.
+    """What one step came to; the same on every rank but for `seconds`.
 
     Attributes:
         step: Completed steps.
         loss: Mean cross-entropy over the step's tokens.
         norm: Norm of the whole gradient before clipping.
         ratio: What learning rates were multiplied by.
-        load: int64 [layers of this stage, E + 1]: tokens of each class.
+        load: int64 [layers, E + 1]: tokens of each class.
         stop: Whether some rank was asked to stop.
         seconds: Wall time of the step.
     """
@@ -132,7 +130,11 @@ def check(config: Config, model: Model, layout: Layout) -> None:
             f"{t.micro_batch}; make [train] batch a multiple of {layout.dp * t.micro_batch}"
         )
     if layout.pp > model.layers:
-        raise LayoutError(f"layout {layout}: pp={layout.pp} stages need as many layers, the model has {model.layers}")
+        raise LayoutError(
+            f"layout {layout}: pp={layout.pp} stages need as many layers, the model has {model.layers}"
+        )
     if model.sizes["vocab"] < 256:
-        raise UsageError(f"tokens are bytes, and the model's vocabulary has {model.sizes['vocab']}; it needs 256")
+        raise UsageError(
+            f"tokens are bytes, and the model's vocabulary has {model.sizes['vocab']}; it needs 256"
+        )
     _ = sum(1 for _ in model.names("transformers").placements(layout))  # every axis divides

@@ -25,7 +25,12 @@ def embed(tokens: torch.Tensor, weight: torch.Tensor, dims: Dims, parallel: Para
 
 
 def cross_entropy(
-    h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, dims: Dims, parallel: Parallel
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    dims: Dims,
+    parallel: Parallel,
 ) -> torch.Tensor:
     """The summed cross-entropy of `targets` int64 [B, T] given normed h [B, S, D]: fp32, the same on every `tp` rank."""
     h = gather(h, parallel.tp, 1)

@@ -45,7 +45,7 @@ from ckptkit.cache.messages import (
     Vote,
 )
 from ckptkit.cache.placement import Cliques
-from ckptkit.cache.restore import choose
+from ckptkit.cache.restore import choose, safe
 from ckptkit.cache.settings import Settings
 
 MOST_ABORTED = 128
@@ -214,7 +214,12 @@ class Coordinator:
 
     def _begin_copying(self, now: float) -> None:
         cand = self.record.cand if self.record else None
-        self._copying = Copying(now, set(range(self.epoch.world))) if cand else None
+        missing = set(range(self.epoch.world))
+        if self.restore is not None and cand == self.restore.version:
+            missing = {
+                rank for rank, places in enumerate(self.restore.sources) if not safe(places, self.cliques)
+            }
+        self._copying = Copying(now, missing) if cand else None
 
     def _holding(self, held: Holding, now: float) -> list[Effect]:
         if self.record is None or self._copying is None or held.version != self.record.cand:
@@ -258,7 +263,7 @@ class Coordinator:
         """Decide what is restored, once all members and the durable storage were asked, or time is up."""
         if not self._choosing:
             return []
-        asked = all(node in self._inventories for node in self.epoch.ranks)
+        asked = all(node in self._inventories for node in self.epoch.ranks) and not self._hashing()
         listed = self._durable is not None and not self._durable.failure
         if not (asked and listed) and now < self._deadline:
             return []
@@ -283,6 +288,10 @@ class Coordinator:
             )  # fmt: skip
         self._loaded.clear()
         return [self._stored(), Broadcast(self.restore)]
+
+    def _hashing(self) -> tuple[str, ...]:
+        """Nodes that have more to show soon."""
+        return tuple(node for node, inventory in self._inventories.items() if inventory.hashing)
 
     def _why_none(self, durable: tuple, listed: bool) -> str:
         """Why there is nothing to restore although there may have been, empty where there never was."""
@@ -318,8 +327,7 @@ class Coordinator:
         if self._choosing or self._loaded != set(self.epoch.ranks):
             return []
         version, keep = self.restore.version, self.restore.keep
-        # Copies of another layout's shards belong to no rank of this epoch; they stay where they are, and are not renewed.
-        cand = version if version != keep and self.restore.world == self.epoch.world else None
+        cand = version if version != keep else None
         record = Record(
             self.epoch.epoch,
             self.epoch.inc,
@@ -392,11 +400,12 @@ class Coordinator:
     # --- everything else --------------------------------------------------------------------------------------------------
 
     def _poll(self, poll: Poll) -> list[Effect]:
-        if self.record is not None:
-            return [Send(poll.node, self.record)] if poll.dseq < self.record.dseq else []
+        effects: list[Effect] = []
         if self.restore is not None and poll.attempt < self.restore.attempt:
-            return [Send(poll.node, self.restore)]
-        return []
+            effects.append(Send(poll.node, self.restore))
+        if self.record is not None and poll.dseq < self.record.dseq:
+            effects.append(Send(poll.node, self.record))
+        return effects
 
     def _ban(self, bans: Bans) -> list[Effect]:
         joined = self.bans.union(bans)
@@ -407,7 +416,10 @@ class Coordinator:
 
     def _tick(self, now: float) -> list[Effect]:
         if self.record is None:
-            return self._choose(now)
+            again: list[Effect] = (
+                [AskInventories(self.epoch, nodes)] if self._choosing and (nodes := self._hashing()) else []
+            )
+            return again + self._choose(now)
         effects: list[Effect] = []
         if late := self._late(now):
             effects += self._abort(late, "votes are missing")

@@ -414,9 +414,10 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class AskInventories:
-    """Fetch the inventories of all members and of former members that are known."""
+    """Fetch the inventories of these nodes (empty: all members, and former members that are known)."""
 
     epoch: Epoch
+    nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -373,10 +373,14 @@ class BanRequest:
 
 @message
 class Inventory:
-    """Every readable shard of a node. It may be of any epoch; readers verify what they take."""
+    """Every readable shard of a node. It may be of any epoch; readers verify what they take.
+
+    `hashing` counts those that are whole, but whose digests are still being computed: they will be there soon.
+    """
 
     node: NodeId
     shards: Annotated[tuple[Shard, ...], AtMost(100_000)]
+    hashing: Count = 0
     bans: Bans = Bans()
 
 

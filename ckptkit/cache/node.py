@@ -161,7 +161,8 @@ class Node:
         return any(r.state == "WRITING" and r.writer is not None and not r.writer_done for r in self.table)
 
     def inventory(self) -> Inventory:
-        return Inventory(self.name, self.table.shards(), self.bans)
+        hashing = sum(r.state == "WRITING" and r.writer_done for r in self.table)
+        return Inventory(self.name, self.table.shards(), hashing, self.bans)
 
     def acquire(self, version: Version, rank: int) -> SlotRecord | None:
         """Hold a copy of this shard for reading; it is not overwritten before `release`. None: there is none."""
@@ -481,7 +482,7 @@ class Node:
         return [*effects, StateChanged()]
 
     def _take_restore(self, decision: RestoreDecision, now: float) -> list[Effect]:
-        if self.trains or (self.restore is not None and decision.attempt <= self.restore.attempt):
+        if self.restore is not None and decision.attempt <= self.restore.attempt:
             return []
         self.restore = decision
         self._loaded.clear()

@@ -36,7 +36,7 @@ from ckptkit.cache.messages import (
     Version,
 )
 from ckptkit.cache.placement import Cliques
-from ckptkit.cache.restore import nearest
+from ckptkit.cache.restore import homes, nearest
 from ckptkit.cache.slots import REPLICA, own_lane, shard_of
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class Replication:
 
     def __post_init__(self) -> None:
         self._cliques: Cliques | None = None
+        self._homes: tuple[int, tuple[int, ...]] | None = None
         self._held_sent = LONG_AGO
         self._held_cand: Version | None = None
         self._pressure = 0
@@ -78,7 +79,7 @@ class Replication:
         return self._cliques
 
     def new_epoch(self) -> None:
-        self._cliques, self._held_sent, self._held_cand = None, LONG_AGO, None
+        self._cliques, self._homes, self._held_sent, self._held_cand = None, None, LONG_AGO, None
         self.told.clear()
 
     def recover(self) -> list[Effect]:
@@ -165,9 +166,9 @@ class Replication:
         assert epoch is not None and record is not None
         targets = self.cliques.targets(node.name)
         for version in dict.fromkeys(v for v in (record.cand, record.keep) if v is not None):
-            for rank in epoch.ranks[node.name] if targets else ():
+            for rank in self._answers_for(version) if targets else ():
                 found = node.table.find(version, rank)
-                if found is None or found.world != epoch.world:
+                if found is None:
                     continue
                 for target in targets:
                     told = self.told.setdefault((version, rank, target), Told())
@@ -177,6 +178,19 @@ class Replication:
                             Send(target, Offer(epoch.epoch, epoch.inc, node.name, shard_of(found)))
                         )
         return effects
+
+    def _answers_for(self, version: Version) -> tuple[int, ...]:
+        """The shards of a version that this node offers."""
+        epoch, decision = self.node.epoch, self.node.restore
+        assert epoch is not None
+        if (version.epoch, version.inc) == (epoch.epoch, epoch.inc):
+            return epoch.ranks[self.node.name]
+        if decision is None or decision.version != version:
+            return ()
+        if self._homes is None or self._homes[0] != decision.attempt:
+            own = (rank for rank, node in enumerate(homes(decision.sources, epoch)) if node == self.node.name)
+            self._homes = (decision.attempt, tuple(own))
+        return self._homes[1]
 
     # --- as receiver ------------------------------------------------------------------------------------------------------
 
@@ -212,8 +226,7 @@ class Replication:
         effects: list[Effect] = [WriteSlot(sealed), StateChanged()]
         if epoch is None or sealed.version is None or not self.node.trains:
             return effects
-        if sealed.world == epoch.world:
-            owner = epoch.members[sealed.rank].node
+        if sealed.world == epoch.world and (owner := epoch.members[sealed.rank].node) != self.node.name:
             answer = OfferAnswer(epoch.epoch, epoch.inc, self.node.name, sealed.version, sealed.rank, "have")
             effects.append(Send(owner, answer))
         return effects + (self._hold(now) if sealed.version == self._held_cand else [])
@@ -237,17 +250,17 @@ class Replication:
         effects: list[Effect] = []
         epoch, decision = node.epoch, node.restore
         assert epoch is not None and decision is not None
-        if decision.version is None or decision.world != epoch.world:
+        if decision.version is None:
             return []
-        for local_rank, rank in enumerate(epoch.ranks[node.name]):
-            known = [
-                r
-                for r in node.table
-                if r.version == decision.version and r.rank == rank and r.state == "WRITING"
+        own = epoch.ranks[node.name]
+        for rank in self._answers_for(decision.version):
+            found = [
+                r for r in node.table if (r.version, r.rank, r.state) == (decision.version, rank, "WRITING")
             ]
-            if known or node.table.find(decision.version, rank) is not None:
+            if found or node.table.find(decision.version, rank) is not None:
                 continue
-            slot = node.table.pick(own_lane(local_rank), node.record)
+            lane = own_lane(own.index(rank)) if decision.world == epoch.world else REPLICA
+            slot = node.table.pick(lane, node.record)
             if slot is not None:
                 shard = Shard(
                     decision.version, rank, decision.world, decision.index_hash, 0, decision.digests[rank]

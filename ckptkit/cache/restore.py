@@ -7,7 +7,7 @@ copy somewhere. Copies are not read here; readers verify each leaf, and a versio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptkit.cache.messages import DURABLE, Bans, Inventory, Shard, Version
+from ckptkit.cache.messages import DURABLE, Bans, Epoch, Inventory, Shard, Version
 from ckptkit.cache.placement import Cliques
 
 Layout = tuple[Version, int, str]
@@ -57,12 +57,31 @@ def nearest(sources: Sequence[str], node: str, cliques: Cliques) -> tuple[str, .
     return tuple(sorted(sources, key=lambda source: (rank.get(source, 2), spread[source], source)))
 
 
+def homes(sources: Sequence[Sequence[str]], epoch: Epoch) -> tuple[str, ...]:
+    """The node that answers for each shard of a restored version: it has it, or fetches it, and offers it to its clique.
+
+    That of the shard's rank; after a change of layout, a member that holds the shard.
+    """
+    if len(sources) == epoch.world:
+        return tuple(member.node for member in epoch.members)
+    found = []
+    for rank, places in enumerate(sources):
+        spare = epoch.members[rank % epoch.world].node
+        found.append(next((place for place in places if place in epoch.ranks), spare))
+    return tuple(found)
+
+
 def hash_of(*words: str) -> int:
     """A small number that depends on the words only, not on the process."""
     found = 0
     for byte in "\0".join(words).encode():
         found = (found * 1_000_003 ^ byte) & 0xFFFFFFFF
     return found
+
+
+def safe(places: Collection[str], cliques: Cliques) -> bool:
+    """Whether a shard in these places outlives what its copies are there for; durable storage does anyway."""
+    return DURABLE in places or cliques.replicated(places)
 
 
 def _gather(
@@ -93,6 +112,7 @@ def _replicated(
     cliques: Cliques,
 ) -> Version | None:
     for layout in sorted(whole, reverse=True):
-        if layout[0] <= chosen[0] and all(cliques.replicated(_agreeing(c)) for c in places[layout].values()):
+        copies = (_agreeing(found) for found in places[layout].values())
+        if layout[0] <= chosen[0] and all(safe(found, cliques) for found in copies):
             return layout[0]
     return None

@@ -195,9 +195,11 @@ class SupervisedAgent(LocalElasticAgent):
         findings = self._watch.look(time.monotonic())
         self.best = max(self.best, self._watch.step)
         self._resume.saved(self._watch.saved)
-        if result.state == WorkerState.SUCCEEDED:
-            return result
-        serious = [found for found in findings if found.action != IGNORE]
+        # Ranks that have ended cannot hang; but what they told before they ended still counts.
+        ended = result.state == WorkerState.SUCCEEDED
+        serious = [
+            found for found in findings if found.action != IGNORE and not (ended and found.kind == "hang")
+        ]
         for found in findings:
             if found.action == IGNORE:
                 self._note(found)

@@ -3,11 +3,13 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -234,6 +236,52 @@ def test_sigterm_reaches_the_ranks_and_ends_it(run: Run) -> None:
         ["pgrep", "-f", f"{TRAINER} {run.steps}"], check=False, capture_output=True, text=True
     )
     assert mine.stdout == ""
+
+
+@pytest.mark.long
+def test_a_lost_node_is_done_without(run: Run) -> None:
+    """Two nodes; one dies with all its ranks. The other goes on from the newest step, with the layout for fewer ranks."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    policy = POLICY + '[layouts]\n2 = "dp=2"\n1 = "tp=1"\n'
+    more = (
+        "--nodes",
+        "1:2",
+        "--meet",
+        f"127.0.0.1:{port}",
+        "--id",
+        "job",
+        "--last-call",
+        "5",
+        "--join",
+        "60",
+    )
+    command = run.command([], ranks=1, steps=400, policy=policy, more=more)
+    log = command.index("--log") + 1
+    nodes = []
+    for name in ("a", "b"):
+        command[log] = str(run.folder / f"log-{name}")
+        nodes.append(subprocess.Popen([*command[:4], "--node", name, *command[4:]], start_new_session=True))
+        time.sleep(2)  # the first one holds the meeting
+    try:
+        limit = time.monotonic() + 120
+        while not (run.steps / "step-00000004.e1").is_dir() and time.monotonic() < limit:
+            time.sleep(0.05)
+        lost = psutil.Process(nodes[1].pid)
+        for process in [*lost.children(recursive=True), lost]:
+            process.kill()
+
+        assert nodes[0].wait(240) == 0
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                node.terminate()
+            node.wait(60)
+    rows = [json.loads(line) for line in (run.folder / "log-a/incidents.jsonl").read_text().splitlines()]
+    starts = [row["detail"] for row in rows if row["kind"] == "start"]
+    assert "of 2 on 2 nodes, layout dp=2" in starts[0]
+    assert "of 1 on 1 nodes, layout tp=1" in starts[-1] and "goes on from step-" in starts[-1]
 
 
 @pytest.mark.parametrize(

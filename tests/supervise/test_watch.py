@@ -82,8 +82,9 @@ def test_saving_at_the_end_may_take_as_long_as_the_start(tmp_path: Path) -> None
 def test_a_slow_rank_is_told_once_and_nothing_is_done(tmp_path: Path) -> None:
     """Ranks that do not meet in each step differ in their pace."""
     ranks = Ranks(tmp_path, 3)
-    for step in range(1, 12):
+    for step in range(1, 56):
         ranks.beat(1.0 * step, step, ranks=(0, 1))
+    for step in range(1, 12):
         ranks.beat(5.0 * step, step, ranks=(2,))
 
     (found,) = ranks.watch.look(55.0)

@@ -19,7 +19,7 @@ Sources: peft, `tuners/lora/layer.py`; Megatron-Bridge, `peft/canonical_lora.py`
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptkit.core.schema import Declare, Family, Model, Name, Schema
@@ -127,6 +127,15 @@ class _Line:
     rows: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What an adapter's tensor is of one that is for a part only: all of it, or one index of an axis of its own."""
+
+    tensor: str
+    axis: int = -1
+    index: int = 0
+
+
 def is_canonical(name: str) -> bool:
     """Whether a canonical tensor is an adapter's."""
     return _CANONICAL.fullmatch(name) is not None
@@ -231,7 +240,7 @@ def with_adapters(model: Model, found: Mapping[str, int]) -> Model:
         for line in getattr(family, home):
             made.append(line)
             layers = applied(line, home)
-            for new in _beside(family, line, sites, narrow=True):
+            for new in _beside(family, line, sites):
                 for rank, flag in ranked(
                     new.tensors, layers, f"{family.name} {new.key} {' '.join(new.tensors)}"
                 ):
@@ -257,6 +266,41 @@ def with_adapters(model: Model, found: Mapping[str, int]) -> Model:
     if strange:
         raise LayoutError(f"{schema.id} has no matrix that {strange[0]} could adapt", tensor=strange[0])
     return adapted
+
+
+def apart(model: Model, tensors: Collection[str]) -> dict[str, list[Share]]:
+    """Adapters that serve several projections together, as adapters of each: what some families of names need.
+
+    `lora_A` is then the same for each, and each has its rows of `lora_B`. Tensors that no finer sites take are left out.
+    """
+    sites = _sites(model.base.schema)
+    found: dict[str, list[Share]] = {}
+    for site in sites.values():
+        finer = [
+            t
+            for t in sites.values()
+            if t.name != site.name and len(t.parts) == 1 and t.parts[0] in site.parts and t.picked >= site.picked
+            and set(t.ins) == set(site.ins) and set(t.batch) == set(site.batch)
+        ]  # fmt: skip
+        for layer in range(model.layers) if finer else ():
+            index = {"i": layer, "last": model.layers - 1}
+            for kind, part in ((kind, part) for kind in KINDS for part in site.parts):
+                name = fill(site.tensor(kind, part), index)
+                if name not in tensors or name in found:
+                    continue
+                found[name] = []
+                for one in finer:
+                    if "out" in KINDS[kind] and one.parts[0] != part:
+                        continue
+                    axes, cut = site.axes(kind, part, 1), dict(one.picked - site.picked)
+                    taken = [axis for axis in axes if axis in cut]
+                    if len(taken) > 1 or tuple(a for a in axes if a not in cut) != one.axes(
+                        kind, one.parts[0], 1
+                    ):
+                        continue
+                    place, at = (axes.index(taken[0]), int(cut[taken[0]])) if taken else (-1, 0)
+                    found[name].append(Share(fill(one.tensor(kind, one.parts[0]), index), place, at))
+    return {name: shares for name, shares in found.items() if shares}
 
 
 def _last(tensor: str) -> str:
@@ -292,13 +336,8 @@ def _site(line: Name) -> Site | None:
     return Site(name, parts, picked, view.dims[0] if stacked else batch, outs, view.dims[rows + 1], stacked)
 
 
-def _beside(family: Family, line: Name, sites: Mapping[str, Site], narrow: bool = False) -> Iterator[_Line]:
-    """The adapter names beside a weight's name.
-
-    Args:
-        narrow: Also names that hold a share of what is adapted together elsewhere. They are never what a stored name is first of
-            all, so that readers do not ask for them.
-    """
+def _beside(family: Family, line: Name, sites: Mapping[str, Site]) -> Iterator[_Line]:
+    """The adapter names beside a weight's name."""
     if family.adapters == "peft" and not line.copy:
         stem, _, end = line.key.rpartition(".")
         parts = View.parse(line.view).parts
@@ -312,9 +351,8 @@ def _beside(family: Family, line: Name, sites: Mapping[str, Site], narrow: bool 
             continue
         alike = site.parts == own.parts and site.picked == own.picked
         inside = set(site.parts) <= set(own.parts) and site.picked >= own.picked
-        around = set(site.parts) >= set(own.parts) and site.picked <= own.picked
         stem = line.key.removesuffix(".weight")
-        if alike or (narrow and around):
+        if alike:
             yield from _names_at(family, line, own, site, stem)
         elif inside and family.adapters == "megatron" and len(site.parts) == 1:
             labels = [_last(site.parts[0])] if len(own.parts) > 1 else []
@@ -330,7 +368,7 @@ def _beside(family: Family, line: Name, sites: Mapping[str, Site], narrow: bool 
 
 
 def _names_at(family: Family, line: Name, own: Site, site: Site, stem: str) -> Iterator[_Line]:
-    """Names of all kinds for a site, at a matrix that is `own`: the site itself, or one of its parts."""
+    """Names of all kinds for a site, at the matrix `own` or the part of it that the site is."""
     outer = View.parse(line.view).dims[1 if own.stacked else 0]
     for kind, spelled in _SPELLED[family.adapters].items():
         if own.stacked and kind not in ("lora_A", "lora_B"):
@@ -338,8 +376,6 @@ def _names_at(family: Family, line: Name, own: Site, site: Site, stem: str) -> I
         dims = KINDS[kind]
         tensors = tuple(dict.fromkeys(site.tensor(kind, part) for part in own.parts))
         fixed = [] if own.stacked else [f"{axis}={{e}}" for axis in own.batch]
-        if "out" in dims:
-            fixed += [f"{axis}={index}" for axis, index in sorted(own.picked - site.picked)]
         if len(tensors) > 1:
             inner = [
                 f"{tensor}: {' '.join(outs[len(outer) :])}"

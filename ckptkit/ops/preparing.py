@@ -5,7 +5,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptkit import __version__, stores
@@ -16,6 +16,7 @@ from ckptkit.core.names import Names, StoredNames
 from ckptkit.core.plan import Key, Plan, make_plan
 from ckptkit.core.schema import STATE_ROLES
 from ckptkit.core.shards import shards
+from ckptkit.core.splitting import split_adapters
 from ckptkit.errors import UsageError
 from ckptkit.formats import registry
 from ckptkit.formats.base import Format, WriteOptions
@@ -118,6 +119,7 @@ def prepare_source(source: Source, dst: str, options: Options, like: Source | No
     target = stores.local_path(dst)
     if target is None:
         raise UsageError(f"{dst}: destinations are local paths for now; write to a disk and copy from there")
+    source, names = _adapters_apart(source, names)
     target = os.path.abspath(target)
     check_apart(source.url, target)
     format = _format(source, options, like)
@@ -186,6 +188,23 @@ def _names(source: Source, format: Format, options: Options, like: Source | None
         return model.names(options.names)
     for other in (like, source):
         if other is not None and other.format is not None and other.format.names == "canonical":
+def _adapters_apart(source: Source, names: Names | StoredNames) -> tuple[Source, Names | StoredNames]:
+    """The source with adapters taken apart that the destination's names hold one by one only."""
+    if not isinstance(names, Names):
+        return source, names
+    tensors = source.catalog.tensors
+    adapters = {tensor for tensor, _ in source.catalog.held if tensors[tensor].part == "adapter"}
+    if not adapters:
+        return source, names
+    placed = {segment.tensor for local in names.whole.values() for segment in local.segments}
+    catalog = split_adapters(source.catalog, adapters - placed)
+    if catalog.model is None or catalog is source.catalog:
+        return source, names
+    note = f"adapters of several projections together become one each: the names {names.name} have no other"
+    split = replace(source, catalog=catalog, notes=[*source.notes, note])
+    return split, catalog.model.names(names.name)
+
+
             return model.names(other.catalog.names if other.catalog.names in model.families else "canonical")
     return model.names("canonical")
 

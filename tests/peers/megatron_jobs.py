@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-STEP, LAYERS, HIDDEN, HEADS, GROUPS, FFN, VOCAB, EXPERTS = 7, 2, 16, 4, 2, 24, 256, 4
+STEP, LAYERS, HIDDEN, HEADS, GROUPS, FFN, VOCAB, EXPERTS, RANK = 7, 2, 16, 4, 2, 24, 256, 4, 8
 ARGS = {
     "num_layers": LAYERS, "hidden_size": HIDDEN, "ffn_hidden_size": FFN, "num_attention_heads": HEADS,
     "group_query_attention": True, "num_query_groups": GROUPS, "kv_channels": HIDDEN // HEADS, "vocab_size": VOCAB,
@@ -91,6 +91,10 @@ def build(job: dict[str, Any]) -> tuple[list[Any], Any]:
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=vpp == 1, **stage),
             share_embeddings_and_output_weights=job.get("tied", False), **stage,
         ).bfloat16()  # fmt: skip
+        if job.get("adapters"):
+            for layer in model.decoder.layers:
+                _adapt(layer, job["adapters"])
+            model.bfloat16()
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=not job.get("whole"),
             grad_reduce_in_fp32=True,
@@ -112,6 +116,110 @@ def build(job: dict[str, Any]) -> tuple[list[Any], Any]:
         for state in one.optimizer.state.values():
             state["step"] = torch.tensor(float(STEP))
     return chunks, optimizer
+
+
+def _adapt(layer: Any, kind: str) -> None:
+    """Give a layer's matrices LoRA adapters as Megatron-Bridge makes and stores them: megatron-core's own linear layers, below
+    `adapter` beside the weight; `split` ones for each projection of a matrix that holds several."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+
+    def linear(cls: Any, into: int, out: int, config: Any, **how: Any) -> Any:
+        return cls(into, out, config=config, init_method=torch.nn.init.zeros_, bias=False, **how)
+
+    class Pair(torch.nn.Module):
+        def __init__(self, base: Any, out: int, row: bool, gated: bool) -> None:
+            super().__init__()
+            self.gated = gated
+            more = {"input_is_parallel": True, "skip_bias_add": True} if row else {"gather_output": True}
+            into = base.input_size
+            self.linear_in = linear(
+                RowParallelLinear if row else ColumnParallelLinear, into, RANK, base.config, **more
+            )
+            self.linear_out = linear(ColumnParallelLinear, RANK, out, base.config, gather_output=row)
+
+        def sharded_state_dict(
+            self, prefix: str, sharded_offsets: Any = (), metadata: Any = None
+        ) -> dict[str, Any]:
+            found = self.linear_in.sharded_state_dict(f"{prefix}linear_in.", sharded_offsets, metadata)
+            out = self.linear_out.sharded_state_dict(f"{prefix}linear_out.", sharded_offsets, metadata)
+            key = f"{prefix}linear_out.weight"
+            if self.gated:
+                out[key] = apply_swiglu_sharded_factory(out[key], sharded_offsets)
+            return {**found, **out}
+
+    class Adapted(torch.nn.Module):
+        def __init__(self, base: Any, adapters: dict[str, Any]) -> None:
+            super().__init__()
+            self.to_wrap = base
+            for name, adapter in adapters.items():
+                self.add_module(name, adapter)
+            self.names = list(adapters)
+
+        def sharded_state_dict(
+            self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+        ) -> dict[str, Any]:
+            found = self.to_wrap.sharded_state_dict(prefix, sharded_offsets, metadata)
+            for name in self.names:
+                below = f"{prefix}adapter." if name == "adapter" else f"{prefix}adapter.{name}."
+                found.update(getattr(self, name).sharded_state_dict(below, sharded_offsets, metadata))
+            return found
+
+    attention, mlp = layer.self_attention, layer.mlp
+    q, kv = HIDDEN, HIDDEN // HEADS * GROUPS
+    matrices = [
+        (attention, "linear_qkv", False, {"adapter_q": q, "adapter_k": kv, "adapter_v": kv}),
+        (attention, "linear_proj", True, {}),
+        (mlp, "linear_fc1", False, {"adapter_gate": FFN, "adapter_up": FFN}),
+        (mlp, "linear_fc2", True, {}),
+    ]
+    for owner, name, row, parts in matrices:
+        base = getattr(owner, name)
+        own = {"adapter": base.output_size} if kind == "fused" or not parts else parts
+        gated = name == "linear_fc1" and kind == "fused"
+        setattr(owner, name, Adapted(base, {n: Pair(base, out, row, gated) for n, out in own.items()}))
+
+
+def _sharded_adapters(job: dict[str, Any]) -> dict[str, Any]:
+    """The sharded state of a model with adapters, and no optimizer."""
+    chunks, _ = build(job)
+    (state,) = sharded_model(chunks).values()
+    return {"model": state}
+
+
+def save_adapters(job: dict[str, Any]) -> None:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    state = _sharded_adapters(job)
+    for sharded in state["model"].values():
+        if isinstance(getattr(sharded, "data", None), torch.Tensor):
+            sharded.data.copy_(local(sharded, "param"))
+            assert isinstance(sharded, ShardedTensorFactory) or sharded.data.shape == sharded.local_shape
+    folder = Path(job["folder"])
+    if torch.distributed.get_rank() == 0:
+        folder.mkdir(parents=True)
+    torch.distributed.barrier()
+    state |= {"args": _args(job), "checkpoint_version": 3.0, "iteration": STEP}
+    dist_checkpointing.save(state, str(folder))
+
+
+def load_adapters(job: dict[str, Any]) -> None:
+    """Load over NaN; every weight of the model and of its adapters is the known value."""
+    from megatron.core import dist_checkpointing
+
+    state = _sharded_adapters(job)
+    expected = {}
+    for key, sharded in state["model"].items():
+        if isinstance(getattr(sharded, "data", None), torch.Tensor):
+            expected[key] = local(sharded, "param").to(sharded.data.dtype)
+            sharded.data.fill_(float("nan"))
+    loaded = dist_checkpointing.load(state, job["folder"], strict="assume_ok_unexpected")["model"]
+    assert sum(".adapter." in key for key in expected) >= 8 and any(
+        ".adapter." not in key for key in expected
+    )
+    for key, tensor in expected.items():
+        assert torch.equal(loaded[key], tensor), key
 
 
 def _step_is_no_state() -> None:
@@ -370,7 +478,10 @@ def load_legacy(job: dict[str, Any]) -> None:
     assert state["iteration"] == STEP
 
 
-JOBS = {"save": save, "load": load, "save_legacy": save_legacy, "load_legacy": load_legacy}
+JOBS = {
+    "save": save, "load": load, "save_legacy": save_legacy, "load_legacy": load_legacy,
+    "save_adapters": save_adapters, "load_adapters": load_adapters,
+}  # fmt: skip
 
 
 def main() -> None:

@@ -17,7 +17,10 @@ from typing import Any
 import pytest
 
 from ckptkit import ops
-from ckptkit.errors import FormatError
+from ckptkit.errors import FormatError, UsageError
+from ckptkit.formats import registry
+from ckptkit.formats.reference import gather
+from ckptkit.stores.local import LocalStore
 
 pytestmark = [
     pytest.mark.peers,
@@ -60,6 +63,14 @@ LOADED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     ),
     "stages to stages": ("legacy-stages", "megatron-legacy", "pp=2,zero=1", {"pp": 2, "layers": 4, "tied": True}),
 }  # fmt: skip
+
+
+def megatron_config() -> dict[str, Any]:
+    """The configuration of `megatron_jobs`' dense model, as Transformers has it."""
+    return {
+        "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 256, "tie_word_embeddings": False,
+    }  # fmt: skip
 
 
 def run(job: dict[str, Any], root: Path) -> None:
@@ -140,3 +151,43 @@ def test_state_that_megatron_itself_shifted_is_refused(samples: dict[str, Path],
 
     with pytest.raises(FormatError, match="fp32 weights are not those of"):
         ops.inspect(str(tmp_path / "shifted"))
+
+
+@pytest.mark.parametrize("kind", ["split", "fused"])
+def test_adapters_beside_the_weights_become_pefts_and_go_back(kind: str, tmp_path: Path) -> None:
+    """LoRA adapters that megatron-core stored in Megatron-Bridge's form, sharded by tensor parallelism, become peft's, one for each
+    projection; of those that are apart in Megatron too, megatron-core loads every bit again in another layout."""
+    job = {"model": "dense", "adapters": kind}
+    run({**job, "do": "save_adapters", "tp": 2, "folder": str(tmp_path / "iter_0000007")}, tmp_path)
+    config = tmp_path / "config"
+    config.mkdir()
+    (config / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 16}))
+    (config / "config.json").write_text(json.dumps(megatron_config()))
+    source, adapter = str(tmp_path / "iter_0000007"), str(tmp_path / "adapter")
+    with pytest.raises(UsageError, match="peft holds no weights"):
+        ops.reshard(source, adapter, to="peft", config=str(config), drop_extras=True)
+
+    ops.reshard(source, adapter, to="peft", config=str(config), only=["*.lora_*"], drop_extras=True)
+
+    held = registry.detect(LocalStore(Path(adapter))).read(LocalStore(Path(adapter)))
+    assert len(held.held) == 2 * 2 * 7
+    values = gather(Path(adapter), held)
+    expected = gather(
+        tmp_path / "iter_0000007", registry.by_name("megatron").read(LocalStore(tmp_path / "iter_0000007"))
+    )
+    for part in "qkv":
+        of = "q+k+v" if kind == "fused" else part
+        apart = f"{of}.{part}" if kind == "fused" else part
+        left, right = (
+            values[f"layers.1.attn.{part}.lora_A", "param"],
+            expected[f"layers.1.attn.{of}.lora_A", "param"],
+        )
+        assert left.tobytes() == right.tobytes()
+        left, right = (
+            values[f"layers.1.attn.{part}.lora_B", "param"],
+            expected[f"layers.1.attn.{apart}.lora_B", "param"],
+        )
+        assert left.tobytes() == right.tobytes()
+
+    ops.reshard(source, str(tmp_path / "again"), to="megatron", layout="pp=2")
+    run({**job, "do": "load_adapters", "pp": 2, "folder": str(tmp_path / "again" / "iter_0000007")}, tmp_path)

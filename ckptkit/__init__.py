@@ -1,4 +1,4 @@
-"""ckptkit: open, plan, reshard, verify and compare checkpoints of any layout and format.
+"""ckptkit: open, plan, repair, reshard, verify and compare checkpoints of any layout and format.
 
 >>> import ckptkit
 >>> source = ckptkit.open("runs/zaya/step-00001200.e3")  # doctest: +SKIP
@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     __version__: str
     from ckptkit.hooks import Checkpointer
-    from ckptkit.ops import diff, inspect, latest, open, plan, reshard, stats, synth, verify
+    from ckptkit.ops import copy, diff, gc, inspect, latest, open, plan, repair, reshard, stats, synth, verify
 
 __all__ = [
     "Checkpointer",
     "__version__",
+    "copy",
     "diff",
+    "gc",
     "inspect",
     "latest",
     "open",
     "plan",
+    "repair",
     "reshard",
     "stats",
     "synth",

@@ -76,7 +76,7 @@ class Columns:
         needed[segments.tensor[keep]] = True
         local_number, tensor_number = np.cumsum(used) - 1, np.cumsum(needed) - 1
         start, stop, strides = segments.start[keep], segments.stop[keep], segments.strides[keep]
-        parts = _unique_form(
+        parts = unique_form(
             Parts(
                 local_number[segments.local[keep]].astype(np.uint32),
                 tensor_number[segments.tensor[keep]].astype(np.uint32),
@@ -198,7 +198,7 @@ def _row_major(parts: Parts) -> I64:
     return strides
 
 
-def _unique_form(parts: Parts) -> Parts:
+def unique_form(parts: Parts) -> Parts:
     """The same segments in the one form that is written."""
     sizes = parts.stop - parts.start
     natural = _row_major(parts)

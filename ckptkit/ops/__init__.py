@@ -8,9 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckptkit.ops.collecting import gc
     from ckptkit.ops.comparing import diff
+    from ckptkit.ops.copying import copy
     from ckptkit.ops.inspecting import inspect
     from ckptkit.ops.planning import plan
+    from ckptkit.ops.repairing import repair
     from ckptkit.ops.resharding import reshard
     from ckptkit.ops.runs import latest, newest, steps
     from ckptkit.ops.sources import open
@@ -19,12 +22,15 @@ if TYPE_CHECKING:
     from ckptkit.ops.verifying import verify
 
 _HOME = {
+    "copy": "copying",
     "diff": "comparing",
+    "gc": "collecting",
     "inspect": "inspecting",
     "latest": "runs",
     "newest": "runs",
     "open": "sources",
     "plan": "planning",
+    "repair": "repairing",
     "reshard": "resharding",
     "stats": "statistics",
     "steps": "runs",
@@ -33,12 +39,15 @@ _HOME = {
 }
 
 __all__ = [
+    "copy",
     "diff",
+    "gc",
     "inspect",
     "latest",
     "newest",
     "open",
     "plan",
+    "repair",
     "reshard",
     "stats",
     "steps",

@@ -5,7 +5,7 @@ Nothing here is shared with planner and engine but the catalog. `TOY` is a small
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import xxhash
 
 from ckptkit import models
+from ckptkit.core.adapters import possible, with_adapters
 from ckptkit.core.catalog import ITEMSIZE, LEAF, ROLES, Catalog, Extras, Leaves
 from ckptkit.core.destination import Destination, Written
 from ckptkit.core.dtypes import DType, dtype_named
@@ -143,13 +144,38 @@ class Truth:
     values: Values
     extras: Extras = field(default_factory=Extras)
 
+    @property
+    def stored(self) -> dict[str, Tensor]:
+        """The tensors that it holds."""
+        return {name: self.tensors[name] for name, _ in self.held}
+
+
+def adapted(model: Model, family: str = "transformers") -> Model:
+    """The model with an adapter of rank 2 at every matrix that a family names, and a trained copy of every vector."""
+    found: dict[str, int] = {}
+    for slot in possible(model, family).values():
+        for tensor in slot.tensors:
+            if tensor.endswith((".lora_A", ".lora_B")):
+                found[tensor] = 2
+            elif tensor.endswith("norm.lora_saved"):
+                found[tensor] = 0
+    return with_adapters(model, found)
+
 
 def random_truth(
-    model: Model, family: str, *, state: bool = False, seed: int = 0, param: str = "bfloat16"
+    model: Model,
+    family: str,
+    *,
+    state: bool = False,
+    seed: int = 0,
+    param: str = "bfloat16",
+    parts: Sequence[str] = ("base", "adapter"),
 ) -> Truth:
-    """Every tensor of a model in random bits: parameters in `param`, buffers and optimizer state in float32."""
+    """Every tensor of the `parts` of a model in random bits: parameters in `param`, buffers and optimizer state in float32."""
     held: dict[Key, DType] = {}
     for tensor in model.tensors.values():
+        if tensor.part not in parts:
+            continue
         if tensor.kind == "buffer":
             held[tensor.name, "buffer"] = dtype_named("float32")
             continue

@@ -8,7 +8,7 @@ Needs pytest. Checkpoints are made and read back by `ckptkit.formats.reference`.
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,6 +18,7 @@ import pytest
 from ckptkit.core.catalog import Catalog, Extras
 from ckptkit.core.dtypes import TABLE, DType, dtype_named
 from ckptkit.core.layouts import Layout
+from ckptkit.core.schema import Model
 from ckptkit.errors import CkptError, LayoutError, UnsafeError
 from ckptkit.formats import registry
 from ckptkit.formats.base import Format, ReadOptions
@@ -26,6 +27,7 @@ from ckptkit.formats.reference import (
     TOY_CONFIG,
     ZAYA_CONFIG,
     Truth,
+    adapted,
     gather,
     json_bytes,
     leaf_digests,
@@ -50,6 +52,7 @@ class FormatSuite:
         stored: Whether it can hold tensors of no known model.
         digests: Whether damage to data is found by digests.
         unneeded: Files that a checkpoint is whole without (they are derived, or empty).
+        files: What it needs to be given along.
     """
 
     make: ClassVar[Callable[[], Format]]
@@ -64,6 +67,7 @@ class FormatSuite:
     stored: ClassVar[bool] = True
     digests: ClassVar[bool] = False
     unneeded: ClassVar[tuple[str, ...]] = ()
+    files: ClassVar[Mapping[str, bytes]] = {}
 
     @property
     def format(self) -> Format:
@@ -75,10 +79,9 @@ class FormatSuite:
 
     def truth(self, seed: int = 0) -> Truth:
         """A toy with all that the format holds, configuration file included."""
-        made = random_truth(toy(), self.format.names, state=self.state, seed=seed)
-        made.extras = Extras(
-            files={"config.json": json_bytes(TOY_CONFIG), "merges.txt": b"a b\n", "spm.model": b"\x80\xff\0"}
-        )
+        made = self.random(toy(), seed)
+        files = {"config.json": json_bytes(TOY_CONFIG), "merges.txt": b"a b\n", "spm.model": b"\x80\xff\0"}
+        made.extras = Extras(files={**files, **self.files})
         if self.format.extras:
             made.extras.common.update(
                 step=1200, groups=[{"kind": "adamw", "lr": 1e-3, "tensors": ["norm", "scale"]}]
@@ -87,9 +90,16 @@ class FormatSuite:
 
     def known(self, seed: int = 0) -> Truth:
         """A tiny ZAYA1, whose schema readers find by themselves."""
-        made = random_truth(tiny_zaya(), self.format.names, state=self.state, seed=seed)
-        made.extras = Extras(files={"config.json": json_bytes(ZAYA_CONFIG)})
+        made = self.random(tiny_zaya(), seed)
+        made.extras = Extras(files={"config.json": json_bytes(ZAYA_CONFIG), **self.files})
         return made
+
+    def random(self, model: Model, seed: int = 0, state: bool | None = None) -> Truth:
+        """What the format holds of a model; of one that holds adapters only, those of every matrix."""
+        parts = self.format.parts
+        model = model if "base" in parts else adapted(model)
+        state = self.state if state is None else state
+        return random_truth(model, self.format.names, state=state, seed=seed, parts=parts)
 
     def read(self, root: Path) -> Catalog:
         return self.format.read(LocalStore(root), ReadOptions(model=TOY))
@@ -119,7 +129,7 @@ class FormatSuite:
             assert found.held == truth.held
             assert found.layout == Layout.parse(layout)
             assert found.names == truth.names.name
-            assert {name: found.tensors[name] for name, _ in truth.held} == dict(truth.tensors)
+            assert {name: found.tensors[name] for name, _ in truth.held} == truth.stored
 
     def test_writing_is_repeatable(self, tmp_path: Path) -> None:
         """Equal content gives equal files."""
@@ -212,7 +222,8 @@ class FormatSuite:
 
     def test_roles_that_it_cannot_hold_are_refused(self, tmp_path: Path) -> None:
         """Optimizer state is written or refused, never left out in silence."""
-        truth = random_truth(toy(), self.format.names, state=True)
+        truth = self.random(toy(), state=True)
+        truth.extras = Extras(files=dict(self.files))
         if self.state:
             write(self.format, truth, tmp_path / "c")
             assert self.read(tmp_path / "c").held == truth.held

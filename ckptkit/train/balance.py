@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ckptkit.train.config import BalanceTable
-from ckptkit.train.model import Stage
+from ckptkit.train.stages import AnyStage
 
 
 class Balancer:
@@ -26,10 +26,14 @@ class Balancer:
         integral, before: I and e', fp32 [layers, E].
     """
 
-    def __init__(self, stage: Stage, table: BalanceTable) -> None:
+    def __init__(self, stage: AnyStage, table: BalanceTable) -> None:
         self.stage, self.table = stage, table
         here: Any = stage
-        self.biases = {i: here.model.layers[i].mlp.gate.balancing_biases for i in stage.layers}
+        gates = {i: here.model.layers[i].mlp.gate for i in stage.layers}
+        # Routers of other models have none: for those the load is counted only.
+        self.biases = {
+            i: gate.balancing_biases for i, gate in gates.items() if hasattr(gate, "balancing_biases")
+        }
         self.integral = torch.zeros(stage.dims.layers, stage.dims.experts, device=stage.load.device)
         self.before = torch.zeros_like(self.integral)
 
@@ -40,7 +44,7 @@ class Balancer:
         self.stage.load.zero_()
         if self.stage.parallel.world.size > 1:
             dist.all_reduce(load)
-        if self.table.mode != "none":
+        if self.table.mode != "none" and self.biases:
             share = load.float() / load.sum(1, keepdim=True).clamp_min(1)
             error = (1 - share[:, -1:]) / (share.shape[1] - 1) - share[:, :-1]
             change = self._change(error)

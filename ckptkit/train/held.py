@@ -15,7 +15,7 @@ from ckptkit.core.local import LocalTensor, Segment
 from ckptkit.core.names import Placement
 from ckptkit.core.schema import Model, Tensor
 
-FAMILY = "transformers"
+_FAMILIES = {"zaya": "transformers", "mixtral": "stacked"}
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,15 @@ class Holding:
         return self.placement.local
 
 
+def family(model: Model) -> str:
+    """The names that training uses for a model: those of its parameters in Transformers."""
+    return _FAMILIES[model.schema.name]
+
+
 def held(model: Model, layout: Layout, rank: int) -> list[Holding]:
     """The local tensors of a rank in module order. Raises LayoutError when the layout does not fit the model."""
     found = []
-    names = model.names(FAMILY)
+    names = model.names(family(model))
     copies = names.copies
     for placement in names.placements(layout):
         if rank in placement.ranks:

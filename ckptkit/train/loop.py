@@ -15,7 +15,7 @@ from ckptkit.hooks import Checkpointer, SchemaPlacement
 from ckptkit.hooks.pulse import Pulse
 from ckptkit.train import parallel, telemetry
 from ckptkit.train.config import Config
-from ckptkit.train.held import FAMILY
+from ckptkit.train.held import family
 from ckptkit.train.trainer import Trainer
 
 
@@ -92,7 +92,7 @@ def checkpointer(trainer: Trainer) -> Checkpointer | None:
     )
     ckpt.register(
         model=trainer.stage,
-        placement=SchemaPlacement(trainer.model.config, groups.layout, groups.rank, FAMILY),
+        placement=SchemaPlacement(trainer.model.config, groups.layout, groups.rank, family(trainer.model)),
         tensors=trainer.optimizer.saved(),
         loader=trainer.loader,
         extras={"balance": trainer.balancer},

@@ -55,7 +55,7 @@ class Mixture:
         counts = routes.offsets.diff().long()
         if load is not None:
             load += counts
-        x = _Permute.apply(y.flatten(0, -2), routes.order.long(), routes.position.long())
+        x = Permute.apply(y.flatten(0, -2), routes.order.long(), routes.position.long())
         counts = counts[:-1]
         kept = counts.tolist()
         routed, skipped = x[: sum(kept)], x[sum(kept) :]
@@ -63,7 +63,7 @@ class Mixture:
             self._dispatched(routed, counts, kept, w.experts),
             skipped if self.skip == "identity" else skipped * 0,
         ]
-        m = _Permute.apply(torch.cat(result), routes.position.long(), routes.order.long())
+        m = Permute.apply(torch.cat(result), routes.position.long(), routes.order.long())
         m = m * routes.weight[:, None].to(m.dtype)
         return m.view(y.shape), r
 
@@ -81,9 +81,9 @@ class Mixture:
         order = torch.argsort(expert.repeat_interleave(incoming.flatten()), stable=True)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=x.device)
-        x = _Permute.apply(x, order, back)
+        x = Permute.apply(x, order, back)
         x = experts(x, incoming.sum(0).tolist(), w)
-        return all_to_all(_Permute.apply(x, back, order), received, sent, self.ep)
+        return all_to_all(Permute.apply(x, back, order), received, sent, self.ep)
 
 
 def experts(x: torch.Tensor, counts: list[int], w: Any) -> torch.Tensor:
@@ -102,7 +102,7 @@ def experts(x: torch.Tensor, counts: list[int], w: Any) -> torch.Tensor:
     return torch.cat(results)
 
 
-class _Permute(torch.autograd.Function):
+class Permute(torch.autograd.Function):
     """Rows in another order. The backward reads by the inverse order, where indexing would add by atomics."""
 
     @staticmethod

@@ -24,10 +24,10 @@ from ckptkit.hooks import Held
 from ckptkit.kernels.adamw import AdamWTable, Hyper, adamw_step
 from ckptkit.train.config import OptimizerTable
 from ckptkit.train.flat import Buffer, Run, sections
-from ckptkit.train.held import FAMILY, Holding, held
-from ckptkit.train.model import Stage
+from ckptkit.train.held import Holding, family, held
 from ckptkit.train.muon import Orthogonalizer
 from ckptkit.train.parallel import Group
+from ckptkit.train.stages import AnyStage
 
 
 def rate(step: int, table: OptimizerTable, steps: int) -> float:
@@ -103,14 +103,14 @@ class Muon:
 class Optimizer:
     """Everything that changes weights of a stage. `reduce`, `norm_sq` and `step`, in this order, once a step."""
 
-    def __init__(self, stage: Stage, model: Model, table: OptimizerTable) -> None:
+    def __init__(self, stage: AnyStage, model: Model, table: OptimizerTable) -> None:
         self.stage, self.table, parallel = stage, table, stage.parallel
         self.parallel = parallel
         layout = parallel.layout
         params = dict(stage.named_parameters())
         items = [item for item in stage.holds.values() if item.tensor.kind == "param"]
         tensors = {name: tensor.shape for name, tensor in model.tensors.items()}
-        whole = model.names(FAMILY).whole
+        whole = model.names(family(model)).whole
         shapes = {key: local.shape for key, local in whole.items()}
         dtype = torch.bfloat16 if table.muon_dtype == "bfloat16" else torch.float32
         # Whose runs make whole matrices: those of its tensor-parallel peers, and under ZeRO all that share them.

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ckptkit.train.model import Stage
+from ckptkit.train.stages import AnyStage
 
 
 class Pipeline:
@@ -18,7 +18,7 @@ class Pipeline:
         tokens: Tokens of a step over all ranks, by which the summed loss is divided.
     """
 
-    def __init__(self, stage: Stage, micro_batches: int, micro_batch: int, tokens: int) -> None:
+    def __init__(self, stage: AnyStage, micro_batches: int, micro_batch: int, tokens: int) -> None:
         self.stage, self.count, self.tokens = stage, micro_batches, tokens
         self.schedule = None if stage.parallel.pp.size == 1 else self._schedule(micro_batch)
 

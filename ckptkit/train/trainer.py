@@ -19,10 +19,11 @@ from ckptkit.errors import LayoutError, TrainingError, UsageError
 from ckptkit.train import data
 from ckptkit.train.balance import Balancer
 from ckptkit.train.config import Config
-from ckptkit.train.model import Stage
+from ckptkit.train.held import family
 from ckptkit.train.optim import Optimizer, rate
 from ckptkit.train.parallel import Parallel
 from ckptkit.train.pipeline import Pipeline
+from ckptkit.train.stages import STAGES
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Trainer:
         t = config.train
         share = t.batch // parallel.layout.dp
         self.loader = data.Loader(data.sources(config.data), t.seq_len, t.batch, config.data.seed)
-        self.stage = Stage(config, self.model, parallel)
+        self.stage = STAGES[self.model.schema.name](config, self.model, parallel)
         self.optimizer = Optimizer(self.stage, self.model, config.optimizer)
         self.balancer = Balancer(self.stage, config.balance)
         self.pipeline = Pipeline(self.stage, share // t.micro_batch, t.micro_batch, t.batch * t.seq_len)
@@ -116,8 +117,10 @@ class Trainer:
 def bind(config: Config) -> Model:
     """The model of a configuration. Raises UsageError where training does not know its kind."""
     schema = models.find(config.model)
-    if schema is None or schema.name != "zaya":
-        raise UsageError(f"training knows zaya models, not model_type {config.model.get('model_type')!r}")
+    if schema is None or schema.name not in STAGES:
+        raise UsageError(
+            f"training knows {' and '.join(STAGES)} models, not model_type {config.model.get('model_type')!r}"
+        )
     return schema.bind(config.model)
 
 
@@ -137,4 +140,4 @@ def check(config: Config, model: Model, layout: Layout) -> None:
         raise UsageError(
             f"tokens are bytes, and the model's vocabulary has {model.sizes['vocab']}; it needs 256"
         )
-    _ = sum(1 for _ in model.names("transformers").placements(layout))  # every axis divides
+    _ = sum(1 for _ in model.names(family(model)).placements(layout))  # every axis divides

@@ -10,32 +10,32 @@ from ckptkit.errors import CoverageError, StoreError, UsageError
 from ckptkit.formats import registry
 from ckptkit.ops.folding import fold_names
 from ckptkit.ops.sources import Source
-from ckptkit.stores.durable import check_target
+from ckptkit.stores.folder import UNFINISHED_MARK
 
 
 def check_apart(source: str, target: str) -> None:
     """Raise UsageError where source and destination are one folder, or one lies in the other."""
-    path = stores.local_path(source) if "://" in source or os.path.exists(source) else None
-    if path is None:
-        return
-    a, b = os.path.realpath(path), os.path.realpath(target)
+    if "://" not in source and not os.path.exists(source):
+        return  # values that exist only while they are read
+    a, b = stores.real(source), stores.real(target)
     if a == b:
         raise UsageError(f"source and destination are both {a}; write to another folder, then move it")
     for inner, outer, what in ((b, a, "destination"), (a, b, "source")):
-        if inner.startswith(outer.rstrip(os.sep) + os.sep):
+        if inner.startswith(outer.rstrip("/") + "/"):
             raise UsageError(f"the {what} {inner} lies inside {outer}; choose a folder beside it")
 
 
 def obstacle(target: str, overwrite: bool) -> str:
     """Why a destination cannot be put in place, or an empty text."""
     try:
-        check_target(target, overwrite)
+        stores.check_target(target, overwrite)
     except StoreError as error:
         return str(error)
     # Whoever mistypes a path must not lose a folder of something else.
-    taken = overwrite and os.path.isdir(target) and bool(os.listdir(target))
-    if taken and registry.looks_like(stores.open_store(target)) is None:
-        return f"{target} is no checkpoint, so --overwrite does not replace it; remove it yourself, or choose another path"
+    if overwrite and not stores.is_empty(target):
+        store = stores.open_store(target)
+        if not store.exists(UNFINISHED_MARK) and registry.looks_like(store) is None:
+            return f"{target} is no checkpoint, so --overwrite does not replace it; remove it yourself, or choose another path"
     return ""
 
 

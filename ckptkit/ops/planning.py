@@ -1,6 +1,5 @@
 """Plans as reports: what a reshard would do, before it does it."""
 
-import os
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -141,7 +140,7 @@ def report_on(job: Job, *, probe: bool, schedule: bool = True) -> PlanReport:
         padding_out=_padding(found),
         unverified=_unverified(job),
         memory=job.options.memory,
-        free=_free(job.target),
+        free=stores.free_bytes(job.target),
         notes=list(job.notes),
     )
     report.fits = report.free is None or out <= report.free
@@ -159,7 +158,7 @@ def report_on(job: Job, *, probe: bool, schedule: bool = True) -> PlanReport:
         )
     if probe:
         report.read_rate = read_rate(source)
-        report.write_rate = write_rate(_parent(job.target), report.notes)
+        report.write_rate = write_rate(job.target, report.notes)
         if report.read_rate and report.write_rate:
             report.seconds = read / report.read_rate + out / report.write_rate
     return report
@@ -260,15 +259,3 @@ def _states_sums(source: Source) -> bool:
     """Whether the source's files hold checksums of themselves, which a reshard compares."""
     assert source.format is not None
     return any(True for _ in source.format.checksums(source.store, source.catalog))
-
-
-def _parent(target: str) -> str:
-    """The nearest folder above a destination that exists."""
-    path = os.path.dirname(target)
-    while not os.path.isdir(path) and path != os.path.dirname(path):
-        path = os.path.dirname(path)
-    return path
-
-
-def _free(target: str) -> int | None:
-    return stores.free_bytes(_parent(target))

@@ -4,6 +4,7 @@ import os
 import tempfile
 import time
 
+from ckptkit import stores
 from ckptkit.core.catalog import LEAF
 from ckptkit.ops.sources import Source
 
@@ -28,8 +29,16 @@ def read_rate(source: Source) -> float | None:
     return nbytes / max(time.monotonic() - began, 1e-6) if nbytes else None
 
 
-def write_rate(folder: str, notes: list[str]) -> float | None:
-    """Bytes a second of a file that is written, synced and removed."""
+def write_rate(target: str, notes: list[str]) -> float | None:
+    """Bytes a second of a file that is written, synced and removed beside a destination; None where that is remote."""
+    folder = stores.local_path(target)
+    if folder is None:
+        notes.append(
+            "the time is not estimated: nothing is written to a remote store to find out how fast it is"
+        )
+        return None
+    while not os.path.isdir(folder) and folder != os.path.dirname(folder):
+        folder = os.path.dirname(folder)
     data = os.urandom(LEAF)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:

@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 from ckptkit.errors import StoreError, UsageError
 from ckptkit.stores.base import Store
 from ckptkit.stores.folder import Folder
+from ckptkit.stores.system import MEMORY_FILE_SYSTEMS, file_system
 
 __all__ = [
     "check_target",
@@ -19,11 +20,13 @@ __all__ = [
     "destination",
     "folders",
     "free_bytes",
+    "is_empty",
     "is_folder",
     "is_weight_file",
-    "join",
     "local_path",
+    "on_disk",
     "open_store",
+    "real",
     "write_file",
 ]
 
@@ -99,6 +102,19 @@ def is_folder(url: str) -> bool:
     return os.path.isdir(path)
 
 
+def is_empty(url: str) -> bool:
+    """Whether there is nothing in the folder at `url`, or no folder. Raises UsageError, StoreError."""
+    path = local_path(url)
+    if path is None:
+        from ckptkit.stores import filesystems, remote, retrying
+
+        return not remote.names_in(filesystems.connect(url), retrying.Retry.from_environment())
+    try:
+        return not os.path.isdir(path) or not os.listdir(path)
+    except OSError as error:
+        raise StoreError(f"{url}: cannot list the folder: {error.strerror}", file=url) from error
+
+
 def folders(url: str) -> list[str]:
     """Names of the folders directly below `url`, sorted. Raises StoreError when it is no folder."""
     path = local_path(url)
@@ -127,11 +143,6 @@ def free_bytes(url: str) -> int | None:
     return system.f_bavail * system.f_frsize
 
 
-def join(url: str, name: str) -> str:
-    """The URL or path of what lies below `url`."""
-    return f"{url.rstrip('/')}/{name}"
-
-
 def destination(url: str) -> str:
     """The absolute path, or the URL without a trailing slash, of a folder to be written.
 
@@ -143,6 +154,29 @@ def destination(url: str) -> str:
 
         return connect(url, write=True).url
     return os.path.abspath(path)
+
+
+def real(url: str) -> str:
+    """A text that is equal for paths and URLs which name the same place, with `/` between folders."""
+    path = local_path(url)
+    if path is not None:
+        return os.path.realpath(path)
+    from ckptkit.stores.filesystems import connect
+
+    place = connect(url)
+    protocols = place.fs.protocol
+    scheme = protocols if isinstance(protocols, str) else protocols[0]
+    return f"{scheme}://{place.url.partition('://')[2]}"
+
+
+def on_disk(url: str) -> bool:
+    """Whether writing to `url` is slower than memory: it, or the nearest folder above that exists, is no memory file system."""
+    path = local_path(url)
+    if path is None:
+        return not url.startswith("memory://")
+    while not os.path.isdir(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    return file_system(path) not in MEMORY_FILE_SYSTEMS
 
 
 def check_target(url: str, overwrite: bool) -> None:

@@ -7,9 +7,10 @@ What was listed holds: an object that is shorter when it is read is an error. Fa
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any
 
 from ckptkit.errors import FormatError, ShardMissingError, StoreError, UnsafeError
@@ -204,22 +205,33 @@ class RemoteStore(Store):
 
 def list_files(place: Place, retry: Retry, *, deep: bool = True) -> dict[str, Mapping[str, Any]]:
     """Every file below a place, by path; empty where there is none. Raises StoreError."""
+    if deep and _lists_flat(place.fs):
+        entries = _answer(
+            place, retry, lambda: list(place.fs.find(place.path, detail=True, withdirs=False).values())
+        )
+    else:
+        entries = _walk(place, retry, deep)
+    rows = {place.relative(e["name"]): e for e in entries if "name" in e and e.get("type") != "directory"}
+    return {path: info for path, info in rows.items() if path and not path.endswith("/")}
 
-    def request() -> dict[str, Mapping[str, Any]]:
+
+def _answer(place: Place, retry: Retry, ask: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Entries of a listing; none where the folder is absent."""
+
+    def request() -> list[dict[str, Any]]:
         place.fs.invalidate_cache()
         try:
-            if deep and _lists_flat(place.fs):
-                found: dict[str, Any] = place.fs.find(place.path, detail=True, withdirs=False)
-            else:
-                found = _walk(place, deep)
+            return ask()
         except (FileNotFoundError, NotADirectoryError) as error:
             if not is_final(error):
                 raise
-            return {}
-        rows = {place.relative(name): info for name, info in found.items() if info.get("type") != "directory"}
-        return {path: info for path, info in rows.items() if path and not path.endswith("/")}
+            return []
 
     return retry.call("list", place.url, request)
+
+
+def _folder_path(place: Place) -> str:
+    return f"{place.path}/" if scheme_of(place.url) in READ_ONLY else place.path
 
 
 def _lists_flat(fs: Any) -> bool:
@@ -233,64 +245,68 @@ def _lists_flat(fs: Any) -> bool:
     return kind.find is not AbstractFileSystem.find
 
 
-def _walk(place: Place, deep: bool) -> dict[str, Any]:
+def _walk(place: Place, retry: Retry, deep: bool) -> list[dict[str, Any]]:
     web = scheme_of(place.url) in READ_ONLY
-    found: dict[str, Any] = {}
-    folders = [f"{place.path}/" if web else place.path]
+    found: list[dict[str, Any]] = []
+    folders = [_folder_path(place)]
     while folders:
-        for entry in place.fs.ls(folders.pop(), detail=True):
+        for entry in _answer(place, retry, partial(place.fs.ls, folders.pop(), detail=True)):
             if entry.get("type") != "directory":
                 if not (web and ("?" in entry["name"] or "#" in entry["name"])):  # links that sort the page
-                    found[entry["name"]] = entry
+                    found.append(entry)
             elif deep and place.relative(entry["name"]):
                 folders.append(entry["name"])
     return found
 
 
-def info_of(place: Place, path: str = "") -> Mapping[str, Any]:
+def info_of(place: Place, path: str) -> Mapping[str, Any]:
     """What the store says of one file now. Raises the library's errors."""
     place.fs.invalidate_cache()
-    found: Mapping[str, Any] = place.fs.info(place.below(path) if path else place.path)
+    found: Mapping[str, Any] = place.fs.info(place.below(path))
     return found
 
 
 def is_folder(url: str, retry: Retry | None = None) -> bool:
     """Whether there is a folder, that is, something below. Raises UsageError, StoreError."""
     place = connect(url)
-
-    def request() -> bool:
-        place.fs.invalidate_cache()
-        if scheme_of(place.url) in READ_ONLY:
-            return bool(place.fs.exists(f"{place.path}/"))
-        return bool(place.fs.isdir(place.path))
-
-    return (retry or Retry.from_environment()).call("look at", place.url, request)
+    # To a web server every URL is a file; those of folders end with a slash.
+    kind = _kind_of(place, _folder_path(place), retry or Retry.from_environment())
+    return kind is not None and (scheme_of(url) in READ_ONLY or kind == "directory")
 
 
 def is_file(url: str) -> bool:
     """Whether there is one file of that name. Raises UsageError, StoreError."""
     place = connect(url)
+    return _kind_of(place, place.path, Retry.from_environment()) == "file"
+
+
+def _kind_of(place: Place, name: str, retry: Retry) -> str | None:
+    """`file`, `directory`, or None where there is nothing. (fsspec's own `isdir` takes a fault for that.)"""
+
+    def request() -> str:
+        place.fs.invalidate_cache()
+        return str(place.fs.info(name).get("type", "file"))
+
     try:
-        found = Retry.from_environment().call("look at", place.url, lambda: info_of(place))
+        return retry.call("look at", place.url, request)
     except ShardMissingError:
-        return False
-    return bool(found.get("type", "file") == "file")
+        return None
 
 
 def folders(url: str) -> list[str]:
     """Names of the folders directly below, sorted. Raises UsageError, and StoreError where there is nothing."""
     place = connect(url)
+    found = names_in(place, Retry.from_environment())
+    if not found and not is_folder(url):
+        raise StoreError(f"{place.url} does not exist", file=place.url)
+    return sorted(name for name, kind in found.items() if kind == "directory")
 
-    def request() -> list[str]:
-        place.fs.invalidate_cache()
-        top = f"{place.path}/" if scheme_of(place.url) in READ_ONLY else place.path
-        found = [e["name"] for e in place.fs.ls(top, detail=True) if e.get("type") == "directory"]
-        return sorted(name.rstrip("/") for name in map(place.relative, found) if name)
 
-    try:
-        return Retry.from_environment().call("list", place.url, request)
-    except ShardMissingError as error:
-        raise StoreError(f"{place.url} does not exist", file=place.url) from error
+def names_in(place: Place, retry: Retry) -> dict[str, str]:
+    """What lies directly in a folder: name to `file` or `directory`; empty where there is none. Raises StoreError."""
+    found = _answer(place, retry, partial(place.fs.ls, _folder_path(place), detail=True))
+    names = {place.relative(entry["name"]): str(entry.get("type")) for entry in found}
+    return {name.rstrip("/"): kind for name, kind in names.items() if name}
 
 
 def tag(info: Mapping[str, Any], *, times: bool = True) -> str:

@@ -24,8 +24,8 @@ from fsspec.asyn import AsyncFileSystem
 from ckptkit.errors import CkptError, ShardMissingError, StoreError
 from ckptkit.stores.filesystems import Place, connect
 from ckptkit.stores.folder import LOG, UNFINISHED_MARK, Folder
-from ckptkit.stores.remote import info_of, list_files, tag
-from ckptkit.stores.retrying import Retry
+from ckptkit.stores.remote import info_of, list_files, names_in, tag
+from ckptkit.stores.retrying import Retry, ShortBodyError
 from ckptkit.stores.uploads import COPIES, ObjectWriter, part_bytes
 
 T = TypeVar("T")
@@ -104,6 +104,16 @@ class RemoteFolder(Folder):
                 self._writers[path] = ObjectWriter(self, path, size)
             return self._writers[path]
 
+    def write_file(self, path: str, size: int, chunks: Iterable[bytes | bytearray | memoryview]) -> None:
+        try:
+            super().write_file(path, size, chunks)
+        except BaseException:
+            with self._lock:
+                writer = self._writers.pop(path, None)
+            if writer is not None:
+                writer.abort()
+            raise
+
     def whole(self, path: str, size: int) -> bool:
         """Whether an object of this size is in place, written by a run with the same identity."""
         if path not in self._found or self._found[path].get("size") != size:
@@ -140,6 +150,18 @@ class RemoteFolder(Folder):
         """Write an object in one request."""
         self.make_parent(path)
         self.request("write", path, lambda name: self.place.fs.pipe_file(name, content))
+
+    def get(self, path: str) -> bytes:
+        """The whole content of a small object. Raises ShardMissingError where there is none, StoreError."""
+
+        def request(name: str) -> bytes:
+            size = self.info(path).get("size")
+            data: bytes = self.place.fs.cat_file(name)
+            if len(data) != size:
+                raise ShortBodyError(f"{size} bytes were promised, got {len(data)}")
+            return data
+
+        return self.request("read", path, request)
 
     def make_parent(self, path: str) -> None:
         """Make the folder that an object lies in, in stores that have folders; object stores have none."""
@@ -225,7 +247,7 @@ class RemoteFolder(Folder):
         names = sorted(path for path in self._found if path == LOG or path.startswith(f"{LOG}."))
         if LOG not in names:
             return None
-        return b"".join(self.request("read", path, self.place.fs.cat_file) for path in names)
+        return b"".join(map(self.get, names))
 
     def start_log(self, lines: Iterable[str]) -> None:
         self.put(LOG, "".join(f"{line}\n" for line in lines).encode())
@@ -240,11 +262,14 @@ class RemoteFolder(Folder):
     # Requests.
 
     def _read_mark(self) -> Mapping[str, Any]:
-        try:
-            found = json.loads(self.request("read", UNFINISHED_MARK, self.place.fs.cat_file))
-        except ValueError:
-            return {}
-        return found if isinstance(found, dict) else {}
+        def request(name: str) -> Mapping[str, Any]:
+            try:
+                found: Mapping[str, Any] = json.loads(self.place.fs.cat_file(name))
+            except ValueError as error:
+                raise ShortBodyError(f"{UNFINISHED_MARK} is no JSON") from error
+            return found
+
+        return self.request("read", UNFINISHED_MARK, request)
 
     def _remove(self, paths: Sequence[str]) -> None:
         list(self.pool.map(self._remove_one, paths))
@@ -286,7 +311,7 @@ def check_target(url: str, overwrite: bool) -> None:
     """Raise StoreError when there is something at `url` that may not be replaced; what is unfinished may."""
     place = connect(url, write=True)
     if not overwrite:
-        _must_be_free(place.url, list_files(place, Retry.from_environment()))
+        _must_be_free(place.url, names_in(place, Retry.from_environment()))
 
 
 def _must_be_free(url: str, found: Collection[str]) -> None:

@@ -240,7 +240,7 @@ class _Remote(RemoteFolder, SharedFolder):
                 self.place.fs.pipe_file(name, content, mode="create")
                 return True
             except FileExistsError:
-                return bool(self.place.fs.cat_file(name) == content)  # perhaps ours, whose answer was lost
+                return self.get(path) == content  # perhaps ours, whose answer was lost
 
         if self.size(path) >= 0:
             return False
@@ -258,7 +258,7 @@ class _Remote(RemoteFolder, SharedFolder):
         return int(found.get("size") or 0)
 
     def read(self, path: str) -> bytes:
-        return bytes(self.request("read", path, lambda name: self.place.fs.cat_file(name)))
+        return self.get(path)
 
     def remove(self, path: str) -> None:
         self._remove([_checked(path)])

@@ -19,11 +19,15 @@ from ckptkit.stores.base import Store
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """What a user may say about a source that the source does not say, or says wrongly."""
+    """What a user may say about a source that the source does not say, or says wrongly.
+
+    `dequantize` asks for block-scaled weights as float32 values, also where no schema needs them.
+    """
 
     model: Schema | None = None
     layout: Layout | None = None
     config: Mapping[str, Any] | None = None
+    dequantize: bool = False
 
 
 @dataclass(frozen=True)

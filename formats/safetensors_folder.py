@@ -9,20 +9,21 @@ tensor of the model is there. Rules of writing are those of Transformers' `save_
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ckptkit.core.boxes import Box
-from ckptkit.core.catalog import ROLE_CODE, Catalog, Entries, Extras, File
+from ckptkit.core.catalog import ROLE_CODE, Catalog, Entries, Extras, File, Scaled
 from ckptkit.core.destination import Destination, Literal
-from ckptkit.core.dtypes import TABLE
+from ckptkit.core.dtypes import BY_NAME, TABLE
 from ckptkit.core.layouts import Layout
 from ckptkit.core.local import LocalTensor, Segment
 from ckptkit.core.schema import Model, Tensor
 from ckptkit.errors import CkptError, FormatError
-from ckptkit.formats import model_config
+from ckptkit.formats import block_scaled, model_config
 from ckptkit.formats.base import Format, ReadOptions, WriteOptions
 from ckptkit.formats.binding import model_of
 from ckptkit.formats.carried import carried
@@ -45,6 +46,7 @@ from ckptkit.formats.safetensors_index import (
 from ckptkit.formats.safetensors_split import check_holds, split
 from ckptkit.stores.base import Store
 
+_FLOAT32 = BY_NAME["float32"].code
 PARTIAL = "ckptkit.partial"
 """Key of a note, in headers and index, on weights that are a part of a model on purpose."""
 
@@ -72,14 +74,23 @@ class SafetensorsFolder(Format):
             keys = (
                 read_weight_map(store, start) if start.endswith(".json") else read_header(store, start).names
             )
-            return self.accepts(model.family_of(keys))
+            return self.accepts(model.family_of(block_scaled.weights_alone(list(keys))))
         except CkptError:
             return self.accepts("stored")  # reading says what is wrong
 
     def read(self, store: Store, options: ReadOptions = ReadOptions()) -> Catalog:
         opened = open_folder(store)
-        files = carried(store, opened.warnings)
-        model = model_of(model_config.read_config(files, options, store.url), options, store.url)
+        files: Mapping[str, bytes] = carried(store, opened.warnings)
+        config = model_config.read_config(files, options, store.url)
+        model = model_of(config, options, store.url)
+        scaled: dict[str, Scaled] = {}
+        if model is not None or options.dequantize:
+            # Canonical tensors are values; what is stored of an unknown model is kept as it is unless values are asked for.
+            scaled, headers = block_scaled.find(opened.headers, config)
+            opened = replace(opened, headers=headers)
+        if scaled:
+            files = block_scaled.plain_files(files)
+            model = model_of(block_scaled.plain_config(config), options, store.url)
         family = "stored"
         if model is not None:
             family = model.family_of(opened.keys, store.url)
@@ -98,28 +109,36 @@ class SafetensorsFolder(Format):
         tensors = model.tensors if model is not None else _plain_tensors(locals_)
         number = {item.key: k for k, item in enumerate(locals_)}
         role = [ROLE_CODE[tensors[item.segments[0].tensor].kind] for item in locals_]
+        virtual = {name: f"{name} (block-scaled)" for name in scaled if name in number}
+        place = {name: len(opened.headers) + k for k, name in enumerate(virtual)}
         rows = [
-            (file, number[name], role[number[name]], dtype, locals_[number[name]].size, begin)
+            (place.get(name, file), number[name], role[number[name]], *stored, locals_[number[name]].size)
             for file, header in enumerate(opened.headers)
-            for name, dtype, begin in zip(
-                header.names, header.dtype.tolist(), header.begin.tolist(), strict=True
-            )
+            for name, *stored in zip(header.names, header.dtype.tolist(), header.begin.tolist(), strict=True)
             if name in number
         ]
-        file, local, role_, dtype_, last, offset = np.asarray(rows, np.int64).reshape(-1, 6).T
+        file, local, role_, dtype_, offset, last = np.asarray(rows, np.int64).reshape(-1, 6).T
+        derived = file >= len(opened.headers)
+        dtype_, offset = np.where(derived, _FLOAT32, dtype_), np.where(derived, 0, offset)
+        regions = {path: scaled[name] for name, path in virtual.items()}
+        identities = {path: one.identity(opened.identities.__getitem__) for path, one in regions.items()}
         return Catalog(
             format=self.name,
             where=store.url,
             tensors=tensors,
             locals=locals_,
-            files=[File(header.path, header.size, header.data_start, 0) for header in opened.headers],
+            files=[
+                *(File(header.path, header.size, header.data_start, 0) for header in opened.headers),
+                *(File(path, one.nbytes, 0, 0) for path, one in regions.items()),
+            ],
             entries=Entries(file, local, role_, dtype_, np.zeros(len(file)), last, offset),
             layout=Layout(),
             model=model,
             names=family,
             extras=Extras(files=files),
             facts=facts,
-            identities=opened.identities,
+            identities=opened.identities | identities,
+            derived=regions,
         )
 
     def lay_out(self, shards: Catalog, options: WriteOptions = WriteOptions()) -> Destination:

@@ -13,6 +13,7 @@ are written. A piece costs `8 + 8 * axes` bytes, whatever the format.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from ckptkit.errors import FormatError
 
 __all__ = [
     "I64", "ITEMSIZE", "LEAF", "ROLES", "ROLE_CODE", "U8", "U32",
-    "Catalog", "Checksum", "Entries", "Extras", "File", "Leaves", "Pieces", "Segments", "is_weight",
+    "Catalog", "Checksum", "Entries", "Extras", "File", "Leaves", "Pieces", "Scaled", "Segments", "is_weight",
 ]  # fmt: skip
 
 I64 = npt.NDArray[np.int64]
@@ -74,6 +75,32 @@ class Checksum:
     stop: int
     crc32: int
     what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A derived region: float32 values, row-major, made of narrow floats and one scale a block of the last two axes.
+
+    Attributes:
+        weight, scale: File and offset of each input; `dtype`, `scale_dtype` codes of `TABLE`, `shape`, `scale_shape` their shapes.
+        block: Rows and columns under one scale.
+    """
+
+    weight: tuple[str, int]
+    dtype: int
+    shape: tuple[int, ...]
+    scale: tuple[str, int]
+    scale_dtype: int
+    scale_shape: tuple[int, ...]
+    block: tuple[int, int]
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * prod(self.shape)
+
+    def identity(self, of: Callable[[str], str]) -> str:
+        """As `Store.identity`, from that of the inputs' files."""
+        return f"{of(self.weight[0])} {of(self.scale[0])}"
 
 
 @dataclass(slots=True)
@@ -189,6 +216,7 @@ class Catalog:
         facts: Whatever else the format tells, for `inspect` (epoch, lineage, versions).
         leaves: File number to the digests of that file's data, loaded when asked for; None where there are none.
         identities: Path to `Store.identity` when headers were read, so that a source that changes is noticed.
+        derived: Path to what lies there, for files that exist only while they are read (`ckptkit.engine.derived`).
     """
 
     def __init__(
@@ -207,6 +235,7 @@ class Catalog:
         facts: Mapping[str, Any] | None = None,
         leaves: Callable[[int], Leaves | None] | None = None,
         identities: Mapping[str, str] | None = None,
+        derived: Mapping[str, Scaled] | None = None,
     ) -> None:
         self.format = format
         self.where = where
@@ -221,6 +250,7 @@ class Catalog:
         self.facts = dict(facts or {})
         self.leaves = leaves
         self.identities = dict(identities or {})
+        self.derived = dict(derived or {})
 
     @cached_property
     def extras(self) -> Extras:

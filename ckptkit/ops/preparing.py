@@ -26,7 +26,6 @@ from ckptkit.ops.checks import check_apart, check_complete
 from ckptkit.ops.dropping import Dropped, DropRow, refuse_silent_loss
 from ckptkit.ops.selection import select
 from ckptkit.ops.sources import Source, open
-from ckptkit.stores.system import MEMORY_FILE_SYSTEMS, file_system
 
 OPTIMIZER_STATE = tuple(role for role in STATE_ROLES if role != "ema")
 """Roles that exist only to go on optimising. An average of the weights is a result of its own."""
@@ -110,20 +109,18 @@ def prepare(src: str, dst: str, options: Options) -> Job:
         layout=options.source_layout,
         model=options.model,
         config=options.config,
+        dequantize=options.dtype is not None,
     )
     return prepare_source(source, dst, options, open(options.like) if options.like else None)
 
 
 def prepare_source(source: Source, dst: str, options: Options, like: Source | None = None) -> Job:
     """As `prepare`, from a source that is open already."""
-    target = stores.local_path(dst)
-    if target is None:
-        raise UsageError(f"{dst}: destinations are local paths for now; write to a disk and copy from there")
-    source, names = _adapters_apart(source, names)
-    target = os.path.abspath(target)
+    target = stores.destination(dst)
     check_apart(source.url, target)
     format = _format(source, options, like)
     names = _names(source, format, options, like)
+    source, names = _adapters_apart(source, names)
     layout = _layout(source, format, names, options, like)
     check_complete(source)
     held, dropped = _held(source, format, names, options)
@@ -142,7 +139,7 @@ def prepare_source(source: Source, dst: str, options: Options, like: Source | No
     laid = shards(names, layout, held, source.catalog.tensors, where=dst, pad=format.ranks)
     laid.extras = extras
     destination = format.lay_out(laid, WriteOptions(options.max_shard_size, _facts(source, options)))
-    destination.fingerprints &= _on_disk(target) if options.fingerprint is None else options.fingerprint
+    destination.fingerprints &= stores.on_disk(target) if options.fingerprint is None else options.fingerprint
     plan = make_plan(source.catalog, destination.catalog, master_from_param=options.master_from_param)
     return Job(
         source,
@@ -188,6 +185,10 @@ def _names(source: Source, format: Format, options: Options, like: Source | None
         return model.names(options.names)
     for other in (like, source):
         if other is not None and other.format is not None and other.format.names == "canonical":
+            return model.names(other.catalog.names if other.catalog.names in model.families else "canonical")
+    return model.names("canonical")
+
+
 def _adapters_apart(source: Source, names: Names | StoredNames) -> tuple[Source, Names | StoredNames]:
     """The source with adapters taken apart that the destination's names hold one by one only."""
     if not isinstance(names, Names):
@@ -203,10 +204,6 @@ def _adapters_apart(source: Source, names: Names | StoredNames) -> tuple[Source,
     note = f"adapters of several projections together become one each: the names {names.name} have no other"
     split = replace(source, catalog=catalog, notes=[*source.notes, note])
     return split, catalog.model.names(names.name)
-
-
-            return model.names(other.catalog.names if other.catalog.names in model.families else "canonical")
-    return model.names("canonical")
 
 
 def _layout(
@@ -297,14 +294,6 @@ def _given_files(config: str | Mapping[str, Any] | None) -> Mapping[str, bytes]:
     if not isinstance(config, str) or not os.path.isdir(config):
         return {}
     return dict(carried(stores.open_store(config), []))
-
-
-def _on_disk(target: str) -> bool:
-    """Whether a destination is limited by a disk, beside which fingerprints cost no time. In memory they would cost half as much again."""
-    parent = target
-    while not os.path.isdir(parent) and parent != os.path.dirname(parent):
-        parent = os.path.dirname(parent)
-    return file_system(parent) not in MEMORY_FILE_SYSTEMS
 
 
 def _trained(source: Source, held: Mapping[Key, DType]) -> set[str]:

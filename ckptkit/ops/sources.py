@@ -11,6 +11,7 @@ from typing import Any
 from ckptkit import models, stores
 from ckptkit.core.catalog import Catalog
 from ckptkit.core.layouts import Layout
+from ckptkit.engine.derived import DerivedStore
 from ckptkit.errors import FormatError, StoreError, UsageError
 from ckptkit.formats import registry
 from ckptkit.formats.base import Format, ReadOptions
@@ -47,6 +48,7 @@ def open(  # the API's own word for it
     layout: str | Layout | None = None,
     model: str | None = None,
     config: str | Mapping[str, Any] | None = None,
+    dequantize: bool = False,
 ) -> Source:
     """Open a checkpoint for reading: headers and metadata only.
 
@@ -55,6 +57,8 @@ def open(  # the API's own word for it
             `RUN@latest`, or a run folder (its newest whole step).
         format, layout, model: Override what is detected: a format's name, a layout string, a model's name.
         config: A model configuration (or the folder or file that holds one) where the checkpoint has none.
+        dequantize: Take block-scaled weights (float8 with `_scale_inv`) as the float32 values they stand for. Of models
+            with a schema they always are.
 
     Raises:
         UsageError: the URL's scheme, the format or the model is not known, or a run has no such step.
@@ -65,13 +69,18 @@ def open(  # the API's own word for it
         model=models.named(model) if model is not None else None,
         layout=Layout.parse(layout) if isinstance(layout, str) else layout,
         config=read_config(config),
+        dequantize=dequantize,
     )
     known = registry.by_name(format) if format is not None else None
     path, notes = resolve(url, known)
     store = stores.open_store(path)
     _refuse_unfinished(path, store)
     found = known or registry.detect(store)
-    return Source(path, store, found, found.read(store, options), notes)
+    catalog = found.read(store, options)
+    if catalog.derived:
+        store = DerivedStore(store, catalog.derived)
+        notes.append(f"{len(catalog.derived)} block-scaled weights are read as the float32 values they stand for")
+    return Source(path, store, found, catalog, notes)
 
 
 def _refuse_unfinished(url: str, store: Store) -> None:

@@ -1,12 +1,27 @@
 """`Checkpointer`: what a trainer calls."""
 
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
+from ckptkit.errors import CkptError, CorruptionError, StoreError, UsageError
+from ckptkit.hooks import finding, opening
+from ckptkit.hooks.meeting import Meeting
+from ckptkit.hooks.metrics import Metrics, log
 from ckptkit.hooks.placement import Held, SchemaPlacement
+from ckptkit.hooks.planning import SavePlan, make_save_plan
+from ckptkit.hooks.registration import Registration, register
+from ckptkit.hooks.saving import Save, Saver
+from ckptkit.hooks.stopping import Stopper
+from ckptkit.hooks.targets import Skip
+from ckptkit.hooks.twins import Verdict, line_of
+
+_REPLICAS = ("warn", "raise", "outvote", "off")
 
 
 class Checkpointer:
@@ -58,7 +73,42 @@ class Checkpointer:
         meeting: tuple[str, int, int] | None = None,
         seed: int = 0,
     ) -> None:
-        raise NotImplementedError
+        self.disabled = os.environ.get("CKPTKIT_DISABLE", "") not in ("", "0")
+        self._registered: Registration | None = None
+        self._missing: tuple[str, ...] = ()
+        if self.disabled:
+            return
+        _check(every, durable_every, replicas, busy, max_failures)
+        self.url, self.every, self.replicas, self.busy = url, every, replicas, busy
+        self.max_failures, self.timeout_s, self.seed = max_failures, timeout_s, seed
+        self._meeting = Meeting.of(meeting, timeout_s)
+        self._metrics = Metrics(self._meeting.rank, on_event)
+        arguments = {
+            "url": url,
+            "every": every,
+            "durable_every": durable_every,
+            "replicas": replicas,
+            "busy": busy,
+        }
+        self._opened = opening.open_run(url, os.environ.get("CKPTKIT_CACHE", cache), self._meeting, arguments)
+        self._durable_every = durable_every
+        self._interval = every
+        if not self._opened.cached and durable_every is not None:
+            self._interval = durable_every
+        self._stopper = None if grace_s is None else Stopper(self._meeting, grace_s)
+        self._step: int | None = None
+        self._restored_step: int | None = None
+        self._requests = 0
+        self._optimizer_steps = 0
+        self._steps_at_end = 0
+        self._failures = 0
+        self._fatal: CkptError | None = None
+        self._replan = False
+        self._distrusted: set[int] = set()
+        self._hooks: list[Any] = []
+        self._saver: Saver
+        self._plan: SavePlan
+        self._closed = False
 
     def register(
         self,
@@ -102,7 +152,30 @@ class Checkpointer:
             LayoutError: a tensor has not the shape that its placement says.
             StoreError: a rank did not arrive in time; names it.
         """
-        raise NotImplementedError
+        if self.disabled:
+            return
+        if self._registered is not None:
+            raise UsageError(
+                "register was called before; a Checkpointer keeps one set of tensors. Make a new one for another model"
+            )
+        began = time.perf_counter()
+        found = register(
+            self._meeting, model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, placement=placement, tensors=tensors,
+            ema=ema, extras=extras, rng=rng,
+        )  # fmt: skip
+        self._saver = Saver(
+            found.table, self._meeting, self._opened.target, compare=self.replicas != "off", event=self._event
+        )
+        self._saver.on_differing = self._on_differing
+        self._registered = found
+        try:
+            self._make_plan()
+        except BaseException:
+            self._registered = None
+            raise
+        for view in found.views:
+            self._hooks.append(view.optimizer.register_step_pre_hook(self._before_step))
+        self._say(time.perf_counter() - began)
 
     def restore(
         self,
@@ -111,6 +184,7 @@ class Checkpointer:
         fresh: bool = False,
         strict: bool = True,
         weights_only: bool = False,
+        new_data: bool = False,
     ) -> int:
         """Restore the newest whole step into the registered tensors, in place, from the nearest copy.
 
@@ -123,6 +197,7 @@ class Checkpointer:
             fresh: Allow that nothing is restored although the run holds steps, or its store does not answer.
             strict: Every registered tensor must be in the checkpoint. Else what is missing keeps its
                 values, and is listed in `missing`.
+            new_data: Start the loader anew where each data-parallel rank's state is its own and their number changed.
             weights_only: Parameters and buffers only (a warm start, for example from `hf`): no state, no extras, step 0.
 
         Returns:
@@ -133,12 +208,28 @@ class Checkpointer:
             StoreError: the store cannot be reached.
             LayoutError, CoverageError: the checkpoint is of another model.
         """
-        raise NotImplementedError
+        if self.disabled:
+            return 0
+        found = self._needed()
+        if self._saver.last is not None:
+            raise UsageError("restore comes before the first save: the run's newest step would be its own")
+        self._requests += 1
+        done = finding.restore(
+            self._opened, self._meeting, found, self._plan, source, fresh=fresh, strict=strict, weights_only=weights_only,
+            new_data=new_data, seed=self.seed, event=self._event, tag=f"restore/{self._requests}",
+        )  # fmt: skip
+        self._missing = tuple(done.missing)
+        for note in done.notes:
+            log.warning("rank=%d restore: %s", self._meeting.rank, note)
+        found.table.refresh()
+        self._saver.retable()
+        self._step = self._restored_step = done.step
+        return done.step
 
     @property
     def missing(self) -> tuple[str, ...]:
         """What the last `restore(strict=False)` did not find, as `tensor (role)`."""
-        raise NotImplementedError
+        return self._missing
 
     def on_step_end(self, step: int) -> bool:
         """Tell that `step` optimizer steps are complete; starts a save when one is due, and returns at once.
@@ -156,7 +247,29 @@ class Checkpointer:
             CkptError: the `max_failures`th save in a row failed.
             SystemExit: SIGTERM came, and the state of this step is saved (see `grace_s`).
         """
-        raise NotImplementedError
+        if self.disabled:
+            return False
+        found = self._needed()
+        if self._step is not None and step <= self._step:
+            raise UsageError(
+                f"on_step_end({step}) after {self._step} completed steps: it takes the number of completed optimizer steps, which rises"
+            )
+        self._raise_failure()
+        self._step = step
+        stop = self._stopper is not None and self._stopper.due(step)
+        due = stop or (self._interval is not None and step % self._interval == 0)
+        stepped, self._steps_at_end = self._optimizer_steps - self._steps_at_end, self._optimizer_steps
+        if due and found.views and not stepped and found.table.has_gradients():
+            self._event({"event": "skipped", "step": step, "why": _MIDDLE})
+            self._metrics.add(saves_skipped_total=1)
+            raise UsageError(f"step {step}: {_MIDDLE}")
+        started = (
+            due
+            and self._start(step, wait_s=self.timeout_s if stop or self.busy == "wait" else 0.0) is not None
+        )
+        if stop:
+            self._end_after(step)
+        return started
 
     def save(self, *, tag: str = "", pin: bool = False) -> int:
         """Start a save of the last completed step now, on all ranks; waits for a free buffer.
@@ -168,7 +281,14 @@ class Checkpointer:
         Returns:
             The step.
         """
-        raise NotImplementedError
+        if self.disabled:
+            return 0
+        self._needed()
+        if self._step is None:
+            raise UsageError("save comes after restore or on_step_end, which say how many steps are complete")
+        if self._start(self._step, wait_s=self.timeout_s, tag=tag, pin=pin) is None:
+            raise StoreError(f"no buffer became free within {self.timeout_s:g} s")
+        return self._step
 
     def wait(self, level: int = 3, timeout_s: float | None = None) -> int | None:
         """Wait until the last started save has reached a level, and give its step; None where none was started.
@@ -180,24 +300,67 @@ class Checkpointer:
             CkptError: that save failed; says why.
             StoreError: it took longer than `timeout_s`.
         """
-        raise NotImplementedError
+        if self.disabled or self._registered is None or self._saver.last is None:
+            return None
+        if level not in (1, 2, 3):
+            raise UsageError(f"level {level}: 1 is committed in memory, 2 copied to other nodes, 3 durable")
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        until = time.monotonic() + limit
+        save = self._saver.last
+        self._saver.wait(limit)
+        if not self._opened.target.wait(save.step, level, max(until - time.monotonic(), 0.0)):
+            raise StoreError(f"step {save.step} did not reach level {level} within {limit:g} s")
+        return save.step
 
     def fence(self) -> None:
         """Wait for what is not copied yet. Needed before a step of an optimizer that is none of torch's."""
-        raise NotImplementedError
+        if not self.disabled and self._registered is not None:
+            self._fence()
 
     def on_exception(self) -> None:
         """Keep what can be kept after an error: let saves end, and save the last completed step if nothing changed it."""
-        raise NotImplementedError
+        if self.disabled or self._registered is None or self._closed:
+            return
+        saver = self._saver
+        unsaved = self._step is not None and (saver.last is None or saver.last.step != self._step)
+        unchanged = self._optimizer_steps == self._steps_at_end and self._step != self._restored_step
+        try:
+            if unsaved and unchanged and self._interval is not None and self._step is not None:
+                self._start(self._step, wait_s=10.0)
+            saver.wait(self.timeout_s)
+        except (CkptError, Skip) as error:
+            log.warning("rank=%d the state at the error could not be saved: %s", self._meeting.rank, error)
 
     @property
     def should_stop(self) -> bool:
         """Whether SIGTERM came: the trainer is to end after the next `on_step_end`."""
-        raise NotImplementedError
+        return not self.disabled and self._stopper is not None and self._stopper.requested.is_set()
 
     def close(self) -> None:
         """Let started saves end, and let go of buffers, hooks and threads. Raises where the last save failed."""
-        raise NotImplementedError
+        if self.disabled or self._closed:
+            return
+        self._closed = True
+        error: BaseException | None = None
+        if self._registered is not None:
+            for hook in self._hooks:
+                hook.remove()
+            try:
+                self._saver.wait(self.timeout_s)
+            except (CkptError, Skip) as failure:
+                error = failure if isinstance(failure, CkptError) else None
+            self._saver.close()
+        if self._stopper is not None:
+            self._stopper.close()
+        self._opened.target.close(drain=True)
+        self._meeting.close()
+        if error is not None:
+            raise error
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Counts and times of this rank's saves so far (docs/hooks.md)."""
+        return {} if self.disabled else dict(self._metrics.values)
 
     def __enter__(self) -> Self:
         return self
@@ -208,3 +371,156 @@ class Checkpointer:
         if error is not None:
             self.on_exception()
         self.close()
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _needed(self) -> Registration:
+        if self._registered is None:
+            raise UsageError("nothing is registered yet: call register(model=..., optimizer=...) first")
+        if self._closed:
+            raise UsageError("the Checkpointer is closed")
+        return self._registered
+
+    def _make_plan(self) -> None:
+        """Plan the saves, with all ranks."""
+        assert self._registered is not None
+        found = self._registered
+        self._requests += 1
+        self._plan = make_save_plan(
+            self._meeting, found.table.holdings, found.places, found.layout, found.groups(), f"plan/{self._requests}",
+            distrusted=frozenset(self._distrusted),
+        )  # fmt: skip
+        self._saver.table = found.table
+        self._saver.adopt(self._plan)
+        self._replan = False
+
+    def _before_step(self, *_: Any) -> None:
+        """The optimizer's pre-hook."""
+        self._optimizer_steps += 1
+        self._fence()
+
+    def _fence(self) -> None:
+        waited = self._saver.fence()
+        if waited:
+            self._metrics.add(stall_seconds_total=waited)
+
+    def _start(self, step: int, *, wait_s: float, tag: str = "", pin: bool = False) -> Save | None:
+        """Begin a save; None where it is skipped."""
+        found = self._needed()
+        began = time.perf_counter()
+        if self._replan or found.table.unforeseen():
+            self._saver.drain(self.timeout_s)
+            found.replan()
+            self._make_plan()
+        self._requests += 1
+        key = f"save/{self._requests}/{step}"
+        self._event({"event": "requested", "step": step})
+        plan, taken = self._plan, found.take(self._meeting.lead, self._saver.device)
+        try:
+            save = self._saver.start(
+                step,
+                lambda one: found.extras(plan, step, taken, one.numbers, tag),
+                pin=pin,
+                key=key,
+                wait_s=wait_s,
+            )
+        except Skip as skip:
+            self._skipped(step, skip)
+            return None
+        save.result.add_done_callback(lambda result: self._finished(save, result))
+        self._metrics.add(saves_total=1, stall_seconds_total=time.perf_counter() - began)
+        return save
+
+    def _finished(self, save: Save, result: "Future[None]") -> None:
+        """On the saver's thread: count, and keep what is to be raised."""
+        error = result.exception()
+        if isinstance(error, Skip):
+            self._skipped(save.step, error)
+            return
+        if error is None:
+            self._failures = 0
+            copied = save.device_copy_s or save.copy_s
+            self._metrics.add(copied_bytes_total=self._plan.size)
+            self._metrics.set(failed_in_a_row=0, copy_bytes_per_second=self._plan.size / max(copied, 1e-9))
+            if not self._opened.cached:
+                self._metrics.set(durable_step=save.step, durable_time=time.time())
+            return
+        self._failures += 1
+        self._metrics.add(saves_failed_total=1)
+        self._metrics.set(failed_in_a_row=self._failures)
+        self._event({"event": "failed", "step": save.step, "why": str(error), "in_a_row": self._failures})
+        if self._failures >= self.max_failures and isinstance(error, CkptError):
+            self._fatal = error
+
+    def _skipped(self, step: int, skip: Skip) -> None:
+        self._metrics.add(saves_skipped_total=1)
+        self._event({"event": "skipped", "step": step, "why": str(skip)})
+
+    def _raise_failure(self) -> None:
+        error, self._fatal = self._fatal, None
+        if error is not None:
+            raise type(error)(
+                f"{self._failures} saves in a row failed, the last with: {error}", **error.facts
+            ) from error
+
+    def _on_differing(self, verdict: Verdict) -> bool:
+        """Whether a save whose replicas differ is to fail."""
+        if self.replicas == "warn":
+            return False
+        if self.replicas == "outvote" and -1 not in verdict.odd:
+            self._distrusted |= set(verdict.odd)
+            self._replan = True
+            return True  # this one holds what the odd rank wrote; the next is taken from the majority
+        self._fatal = CorruptionError(line_of(verdict), ranks=list(verdict.odd))
+        return True
+
+    def _end_after(self, step: int) -> None:
+        """After the save of a SIGTERM: wait for it, within the grace, and end."""
+        assert self._stopper is not None
+        try:
+            self.wait(3, self._stopper.left_s)
+            log.warning("rank=%d SIGTERM: step %d is durable", self._meeting.rank, step)
+        except (CkptError, Skip) as error:
+            log.error("rank=%d SIGTERM: step %d may not be durable: %s", self._meeting.rank, step, error)
+        raise SystemExit(143)
+
+    def _event(self, event: Mapping[str, Any]) -> None:
+        self._metrics.event(event)
+
+    def _say(self, seconds: float) -> None:
+        """The one line at registration."""
+        saver, plan = self._saver, self._plan
+        where = "the node's cache" if self._opened.cached else self.url
+        interval = "when asked" if self._interval is None else f"every {self._interval} steps"
+        if self._opened.cached and self._durable_every:
+            interval += f", durable every {self._durable_every}"
+        elif self.every is not None and self._interval != self.every:
+            interval += f" (no cache here: every={self.every} is for its memory)"
+        rate = f", {saver.rate / 1e9:.1f} GB/s to the host" if saver.rate else ""
+        assert self._registered is not None
+        names = f"; names are the trainer's own ({self._registered.note})" if self._registered.note else ""
+        log.info(
+            "rank=%d saves %d tensors, %s bytes of %s in all, to %s %s; %d buffers (%s%s), %s bytes of device memory; planned in %.2f s%s",
+            self._meeting.rank, len(saver.table.holdings), f"{plan.size:,}", f"{plan.total:,}", where, interval, len(saver.buffers),
+            saver.mode, rate, f"{saver.snapshot.extra_device_bytes:,}", seconds, names,
+        )  # fmt: skip
+
+
+_MIDDLE = (
+    "gradients are there that no optimizer step has used: this is in the middle of gradient accumulation. Call on_step_end after the "
+    "optimizer's step, with the number of completed steps"
+)
+
+
+def _check(every: int | None, durable_every: int | None, replicas: str, busy: str, max_failures: int) -> None:
+    for name, value in (("every", every), ("durable_every", durable_every), ("max_failures", max_failures)):
+        if value is not None and value < 1:
+            raise UsageError(f"{name}={value}: give a whole number of steps, at least 1")
+    if every and durable_every and durable_every % every:
+        raise UsageError(
+            f"durable_every={durable_every} is no multiple of every={every}, so no save would be drained"
+        )
+    if replicas not in _REPLICAS:
+        raise UsageError(f"replicas={replicas!r}: choose {', '.join(_REPLICAS)}")
+    if busy not in ("skip", "wait"):
+        raise UsageError(f"busy={busy!r}: choose skip or wait")

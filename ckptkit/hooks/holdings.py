@@ -44,6 +44,7 @@ class Holding:
         tensor: The live tensor; None for optimizer state that is not there yet.
         fenced: Whether only the optimizer's step changes it.
         owner, key, item: Where the trainer keeps it: `owner[key]` was `item` at registration. None where it cannot be replaced.
+        source: Of optimizer state: the optimizer that holds it, and the parameter.
         make: Puts a zero tensor into the trainer, for state that is not there yet.
     """
 
@@ -60,6 +61,7 @@ class Holding:
     owner: MutableMapping[Any, Any] | None = None
     key: Any = None
     item: Any = None
+    source: Any = None
     make: Callable[[], torch.Tensor] | None = None
 
     @property

@@ -178,7 +178,7 @@ def state_holdings(view: OptimizerView, params: Mapping[int, Holding], places: P
             found.append(
                 Holding(
                     f"{like.name}.{name}", local, first, last, role, spec.shape, spec.dtype, like.device, tensor, fenced=True,
-                    owner=state, key=name, item=value, make=partial(_make, view.inner, param, name, spec),
+                    owner=state, key=name, item=value, source=(view.inner, param), make=partial(_make, view.inner, param, name, spec),
                 )
             )  # fmt: skip
     return found

@@ -95,8 +95,14 @@ def make_save_plan(
     layout: Layout,
     groups: list[list[str]],
     tag: str,
+    *,
+    distrusted: frozenset[int] = frozenset(),
 ) -> SavePlan:
     """Plan the saves of all ranks together. Every rank calls it.
+
+    Args:
+        tag: Names this plan among all of the run.
+        distrusted: Ranks whose replicas are not saved where another rank has them too.
 
     Raises:
         UsageError: ranks describe different models or layouts; names the ranks and what differs.
@@ -119,7 +125,7 @@ def make_save_plan(
     if meeting.lead:
         try:
             every = [json.loads(one) for one in meeting.collect(tag, said)]
-            result = _decide(meeting, every, data, places, layout, tag)
+            result = _decide(meeting, every, data, places, layout, tag, distrusted)
         except CkptError as error:
             meeting.publish(
                 f"{tag}/plan", _packed({"error": {"kind": type(error).__name__, "message": str(error)}}, b"")
@@ -148,7 +154,13 @@ def _unpacked(data: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def _decide(
-    meeting: Meeting, every: Sequence[Mapping[str, Any]], own: bytes, places: Places, layout: Layout, tag: str
+    meeting: Meeting,
+    every: Sequence[Mapping[str, Any]],
+    own: bytes,
+    places: Places,
+    layout: Layout,
+    tag: str,
+    distrusted: frozenset[int],
 ) -> bytes:
     """On rank 0: the index of all ranks, and who shares what with whom."""
     for what in ("layout", "names", "schema", "config"):
@@ -173,7 +185,7 @@ def _decide(
             data = zlib.decompress(meeting.read(f"{tag}/described/{key}"))
             described[key] = parse_index(f"rank {rank}", data)
         merged.add(rank, key, described[key])
-    shards, sets = merged.dealt(layout)
+    shards, sets = merged.dealt(layout, distrusted)
     shards.model, shards.names = places.model, places.names
     for number, (_, rows) in enumerate(sets):
         meeting.publish(f"{tag}/shared/{number}", _rows_bytes(rows))
@@ -220,7 +232,9 @@ class _Merged:
         for row in rows:
             self.rows.setdefault(row, []).append(rank)
 
-    def dealt(self, layout: Layout) -> tuple[Catalog, list[tuple[list[int], np.ndarray]]]:
+    def dealt(
+        self, layout: Layout, distrusted: frozenset[int]
+    ) -> tuple[Catalog, list[tuple[list[int], np.ndarray]]]:
         """The catalog of all files, not placed yet; and the sets of ranks that share holdings, each with rows (local, role, first, last)."""
         self._check_dtypes()
         table = np.asarray(list(self.rows), np.int64).reshape(-1, 5)
@@ -246,9 +260,9 @@ class _Merged:
             members = np.asarray(listed)
             for width in np.unique(ITEMSIZE[dtype[members]]).tolist():
                 rows = members[ITEMSIZE[dtype[members]] == width]
-                owners = np.asarray(holders_)
+                owners = np.asarray([rank for rank in holders_ if rank not in distrusted] or holders_)
                 cut = deal(
-                    [(int(last[r] - first[r]),) for r in rows], len(holders_), (load[owners] // width).tolist()
+                    [(int(last[r] - first[r]),) for r in rows], len(owners), (load[owners] // width).tolist()
                 )
                 mine = rows[cut.tensor]
                 put(mine, owners[cut.rank], first[mine] + cut.first, first[mine] + cut.last)

@@ -6,6 +6,7 @@ are never used, since clocks differ and copies change them.
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -141,10 +142,13 @@ def steps(run: str) -> Steps:
     return Steps(run, [replace(row, age_s=max(row.age_s, 0.0)) for row in rows], warnings)
 
 
-def newest(run: str, *, quick: bool = False, progress: Progress | None = None) -> Newest:
+def newest(
+    run: str, *, quick: bool = False, progress: Progress | None = None, without: Collection[str] = ()
+) -> Newest:
     """The step with the highest (epoch, step) that is whole, and why newer ones were passed over.
 
     Args:
+        without: Names of folders that are not looked at (whoever asks has tried them).
         quick: Trust structure (marker, sizes, headers); else every leaf of the candidate is read and compared with its digest,
             where the format has digests.
 
@@ -161,6 +165,8 @@ def newest(run: str, *, quick: bool = False, progress: Progress | None = None) -
     passed: list[StepInfo] = []
     bans = read_bans(run)
     for epoch, step, name in reversed(candidates):
+        if name in without:
+            continue
         row = _look(run, name, epoch, step)
         banned = ban_of(bans, epoch, step)
         if banned is not None:

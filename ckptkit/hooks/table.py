@@ -1,0 +1,168 @@
+"""The table of what is registered: live tensors looked up again before each save, and watched while they are copied."""
+
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+from ckptkit.errors import CorruptionError, UsageError
+from ckptkit.hooks.holdings import Holding, shard_of
+from ckptkit.hooks.optimizers import OptimizerView
+
+
+class Table:
+    """The registered tensors of this rank.
+
+    Loops over them are kept to a few calls an item, since a save runs them beside the training.
+
+    Attributes:
+        holdings: In order; a plan counts in it.
+        views: Of the optimizers.
+    """
+
+    def __init__(self, holdings: Sequence[Holding], views: Sequence[OptimizerView]) -> None:
+        self.holdings = list(holdings)
+        self.views = list(views)
+        self._index()
+
+    def _index(self) -> None:
+        self._kept = [h for h in self.holdings if h.owner is not None]
+        self._owners = [(h.owner, h.key, h.item) for h in self._kept]
+        self._unborn = [h for h in self.holdings if h.tensor is None]
+        self._plain = [
+            h for h in self.holdings if h.tensor is not None and not hasattr(h.item, "_local_tensor")
+        ]
+        self._cut = [h for h in self.holdings if h.tensor is not None and hasattr(h.item, "_local_tensor")]
+        self._items: list[Any] = [h.tensor if h.item is None else h.item for h in self._plain]
+        self._states = [view.inner.state for view in self.views]
+        self._pointers = self._addresses()
+        self._watched = [h for h in self.holdings if h.fenced and h.tensor is not None]
+        self._watching: list[torch.Tensor] = [h.tensor for h in self._watched if h.tensor is not None]
+
+    def _addresses(self) -> list[int]:
+        found = [item.data_ptr() for item in self._items]
+        found += [h.item._local_tensor.data_ptr() for h in self._cut]
+        return found
+
+    @property
+    def tensors(self) -> list[torch.Tensor | None]:
+        """The live tensor of each holding; None where state is not there yet."""
+        return [h.tensor for h in self.holdings]
+
+    def refresh(self) -> bool:
+        """Look everything up again; whether a tensor moved, so that what was made of addresses must be made anew.
+
+        Raises:
+            UsageError: a parameter was replaced, or a tensor has another shape or type than at registration; names it.
+        """
+        moved = False
+        if any(view.inner.state is not known for view, known in zip(self.views, self._states, strict=True)):
+            for h in self._kept:  # load_state_dict puts a new table in place
+                if h.source is not None:
+                    h.owner = _state_of(h)
+            self._owners = [(h.owner, h.key, h.item) for h in self._kept]
+        if not all(owner.get(key) is item for owner, key, item in self._owners):  # type: ignore[union-attr]
+            for h in self._kept:
+                assert h.owner is not None
+                now = h.owner.get(h.key)
+                if now is not h.item:
+                    self._replaced(h, now)
+                    moved = True
+        born = [h for h in self._unborn if self._find(h)]
+        moved = moved or bool(born) or self._addresses() != self._pointers
+        if moved:
+            for h in self.holdings:
+                if h.item is not None:
+                    tensor = shard_of(h.item)
+                    self._check(h, tensor)
+                    h.tensor = tensor
+            self._index()
+        return moved
+
+    def _replaced(self, h: Holding, now: Any) -> None:
+        """Take a new object in a tensor's place, where that can be right."""
+        if not isinstance(now, torch.Tensor):
+            raise UsageError(
+                f"{h.what} is gone: it was registered, but its owner does not have it any more", tensor=h.name
+            )
+        if h.role == "param":
+            raise UsageError(
+                f"{h.what} was replaced after it was registered, so the optimizer still updates the old one. Make the optimizer and "
+                "register both after the model is final",
+                tensor=h.name,
+            )
+        self._check(h, shard_of(now))
+        h.item = now
+
+    @staticmethod
+    def _check(h: Holding, tensor: torch.Tensor) -> None:
+        if tuple(tensor.shape) != h.shape or tensor.dtype != h.dtype:
+            raise UsageError(
+                f"{h.what} has shape {tuple(tensor.shape)} and type {tensor.dtype}, but was registered with {h.shape} and "
+                f"{h.dtype}. Make a new Checkpointer for a model that changed",
+                tensor=h.name,
+            )
+
+    def _find(self, h: Holding) -> bool:
+        """Whether planned state is there by now."""
+        if h.source is None:
+            return False
+        state = _state_of(h)
+        value = state.get(h.key)
+        if not isinstance(value, torch.Tensor):
+            return False
+        self._check(h, shard_of(value))
+        h.owner, h.item, h.tensor = state, value, shard_of(value)
+        return True
+
+    def unforeseen(self) -> bool:
+        """Whether an optimizer keeps state that was not planned, so that saves must be planned again."""
+        return any(not view.known and len(view.inner.state) for view in self.views)
+
+    def materialize(self, absent: Sequence[str] = ()) -> None:
+        """Make the planned state, as zeros, so that it can be restored; not that of parameters which had none."""
+        skip = set(absent)
+        for h in self._unborn:
+            if h.make is not None and not any(s.tensor.partition("@")[0] in skip for s in h.local.segments):
+                h.make()
+        self.refresh()
+
+    # ── watching ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def marks(self) -> list[int]:
+        """The versions of all tensors that only the optimizer changes."""
+        return [tensor._version for tensor in self._watching]
+
+    def check_unchanged(self, marks: Sequence[int]) -> None:
+        """Raise CorruptionError for a tensor that changed or moved since `marks` were taken; names it."""
+        now = self.marks()
+        if now != marks:
+            h = next(h for h, a, b in zip(self._watched, marks, now, strict=False) if a != b)
+            raise CorruptionError(
+                f"{h.what} was changed while it was copied: something other than the optimizer's step writes to it (a balancing bias "
+                "that is a parameter, an update in the forward pass). Make it a buffer, or change it in the optimizer's step",
+                tensor=h.name,
+            )
+        if self._addresses() != self._pointers:
+            places = zip([*self._plain, *self._cut], self._addresses(), self._pointers, strict=True)
+            h = next(h for h, a, b in places if a != b)
+            raise CorruptionError(f"{h.what} moved to other memory while it was copied", tensor=h.name)
+
+    @property
+    def device(self) -> torch.device:
+        """Where most bytes are."""
+        sizes: dict[torch.device, int] = {}
+        for h in self.holdings:
+            sizes[h.device] = sizes.get(h.device, 0) + h.nbytes
+        return max(sizes, key=lambda device: sizes[device], default=torch.device("cpu"))
+
+    def has_gradients(self) -> bool:
+        """Whether a parameter has a gradient that no step has used up."""
+        return any(param.grad is not None for view in self.views for param in view.params)
+
+
+def _state_of(h: Holding) -> MutableMapping[Any, Any]:
+    """What an optimizer keeps of the parameter that a holding is the state of; empty where it keeps nothing yet."""
+    optimizer, param = h.source
+    found: MutableMapping[Any, Any] = optimizer.state.get(param) or {}
+    return found

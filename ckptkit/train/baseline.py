@@ -43,7 +43,7 @@ class Baseline(nn.Module):
             raise LayoutError(
                 f"layout {layout}: mixtral models are trained whole on every rank: use dp and zero"
             )
-        self.dims = _dims(model)
+        self.dims = self.dims_of(model)
         self.chosen = int(model.config["num_experts_per_tok"])
         self.coefficient = float(model.config.get("router_aux_loss_coef", 0.0))
         self.parallel = parallel
@@ -66,6 +66,11 @@ class Baseline(nn.Module):
         self.balance: list[torch.Tensor] = []
         values = {key: tensor.detach() for key, tensor in self.state_dict(keep_vars=True).items()}
         initial.fill(list(self.holds.values()), values, model.tensors, config.train.seed, self.dims.init_std)
+
+    @staticmethod
+    def dims_of(model: Model) -> Dims:
+        """Sizes of a model."""
+        return _dims(model)
 
     @property
     def head(self) -> tuple[torch.Tensor, None]:

@@ -39,7 +39,7 @@ class Stage(nn.Module):
 
     def __init__(self, config: Config, model: Model, parallel: Parallel) -> None:
         super().__init__()
-        self.dims = Dims.of(model)
+        self.dims = self.dims_of(model)
         self.model_sizes = model.sizes
         self.parallel = parallel
         layout = parallel.layout
@@ -60,6 +60,11 @@ class Stage(nn.Module):
         self.load = torch.zeros(len(self.layers), classes, dtype=torch.int64, device=parallel.device)
         values = {key: tensor.detach() for key, tensor in self.state_dict(keep_vars=True).items()}
         initial.fill(list(self.holds.values()), values, model.tensors, config.train.seed, self.dims.init_std)
+
+    @staticmethod
+    def dims_of(model: Model) -> Dims:
+        """Sizes of a model. Raises UsageError for a configuration that training does not know."""
+        return Dims.of(model)
 
     def _dtype(self, item: Holding) -> torch.dtype:
         return torch.float32 if item.tensor.keep_fp32 else self.dtype

@@ -140,7 +140,7 @@ class Optimizer:
         holders: dict[tuple[str, object], list[int]] = defaultdict(list)
         for rank, theirs in peers.items():
             for item in theirs:
-                for segment in item.local.segments:
+                for segment in (s for s in item.local.segments if s.box.size):
                     holders[segment.tensor, segment.box].append(rank)
         self._sums = self._replicated(items, holders)
         self._counted = [self._once(part.buffer, holders) for part in self.parts]
@@ -163,7 +163,7 @@ class Optimizer:
         for item in items:
             if item.placement.expert:
                 continue
-            for segment in item.local.segments:
+            for segment in (s for s in item.local.segments if s.box.size):
                 ranks = holders[segment.tensor, segment.box]
                 if len(ranks) > 1:
                     group = self.parallel.neighbours(len(ranks))

@@ -44,7 +44,7 @@ class Parallel:
     """
 
     def __init__(self, layout: Layout, rank: int = 0, device: str = "cpu") -> None:
-        _check(layout)
+        check(layout)
         self.layout, self.rank, self.device = layout, rank, torch.device(device)
         self._made: dict[tuple[int, ...], Any] = {}
         dense, expert = layout.dense, layout.expert
@@ -119,7 +119,8 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-def _check(layout: Layout) -> None:
+def check(layout: Layout) -> None:
+    """Raise LayoutError for a layout that training has no form of."""
     for name, why in (("etp", "experts are not cut inside"), ("vpp", "a stage is one run of layers")):
         if getattr(layout, name) > 1:
             raise LayoutError(

@@ -27,14 +27,13 @@ def train(
         InterruptedRunError: the run was asked to stop, and has saved.
         TrainingError: the loss is no number.
     """
-    from ckptkit.train import context, data, loop, trainer
+    from ckptkit.train import data, loop, trainer
 
     options = options or Options()
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     # What can be told at once is told here, by one process.
     model = trainer.bind(config)
     trainer.check(config, model, layout)
-    context.check(layout, config.train.seq_len)
     data.check(config.data, config.train.seq_len)
     started = launch.under_torchrun()
     if started is not None:

@@ -16,7 +16,8 @@ from ckptkit import models
 from ckptkit.core.layouts import Layout
 from ckptkit.core.schema import Model
 from ckptkit.errors import LayoutError, TrainingError, UsageError
-from ckptkit.train import data
+from ckptkit.train import context, data
+from ckptkit.train import parallel as groups
 from ckptkit.train.balance import Balancer
 from ckptkit.train.config import Config
 from ckptkit.train.held import family
@@ -127,6 +128,8 @@ def bind(config: Config) -> Model:
 def check(config: Config, model: Model, layout: Layout) -> None:
     """Raise LayoutError or UsageError where sizes of the run do not go together, before anything is made."""
     t = config.train
+    groups.check(layout)
+    STAGES[model.schema.name].dims_of(model)
     if t.batch % (layout.dp * t.micro_batch):
         raise LayoutError(
             f"a batch of {t.batch} sequences does not divide into dp={layout.dp} shares of micro-batches of "
@@ -141,3 +144,4 @@ def check(config: Config, model: Model, layout: Layout) -> None:
             f"tokens are bytes, and the model's vocabulary has {model.sizes['vocab']}; it needs 256"
         )
     _ = sum(1 for _ in model.names(family(model)).placements(layout))  # every axis divides
+    context.check(layout, t.seq_len)

@@ -1,0 +1,48 @@
+"""Runs of layouts in one set of processes, for the tests."""
+
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.layouts import Layout
+from ckptkit.train import parallel
+from ckptkit.train.launch import launch
+from ckptkit.train.trainer import Trainer
+from tests.train.zayas import config_of
+
+Curve = list[tuple[float, float]]
+"""Loss and gradient norm of every step."""
+
+
+def work(
+    rank: int, address: str, device: str, folder: str, layouts: list[str], steps: int, settings: dict
+) -> list:
+    """One rank: the curve of every layout that it is a rank of."""
+    del address
+    curves: list[Any] = []
+    for number, text in enumerate(layouts):
+        layout = Layout.parse(text)
+        if rank >= layout.world:
+            curves.append(None)
+            continue
+        groups = parallel.start(layout, rank, f"file://{folder}/meet-{number}", device)
+        try:
+            trainer = Trainer(config_of(**settings), groups)
+            results = [trainer.step() for _ in range(steps)]
+            load = [result.load.tolist() for result in results]
+            curves.append(([(result.loss, result.norm) for result in results], load))
+            groups.barrier()
+        finally:
+            parallel.stop()
+    return curves
+
+
+def curves(folder: Path, layouts: list[str], steps: int, **settings: Any) -> dict[str, tuple[Curve, list]]:
+    """The curve of every layout; all ranks of one must agree. Starts as many processes as the largest needs."""
+    world = max(Layout.parse(text).world for text in layouts)
+    ranks = launch(work, world, str(folder), layouts, steps, settings)
+    found = {}
+    for number, text in enumerate(layouts):
+        told = [rank[number] for rank in ranks if rank[number] is not None]
+        assert all(other == told[0] for other in told), f"{text}: ranks differ"
+        found[text] = told[0]
+    return found

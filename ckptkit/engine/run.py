@@ -237,7 +237,8 @@ class _Job:
         durable = None if restart or not folder.resumed else journal.read()
         if folder.resumed and durable is None:
             folder.restart()
-        outputs.restore(durable or [])
+        # The fresh journal must not vouch for files that are gone and are written anew.
+        durable = outputs.restore(durable or [])
         shape = self._shape(direct, folder.ordered)
         try:
             try:
@@ -246,7 +247,7 @@ class _Job:
                 if not durable:
                     folder.discard()
                 raise
-            journal.start(durable or [])
+            journal.start(durable)
             cloned = copy_unchanged(self.plan, destination, self.copies, self.sources, outputs)
             self._assemble(outputs, journal, shape, cloned, sync_every_s)
             if result.overflows:

@@ -105,8 +105,9 @@ class Outputs:
     def set_digest(self, file: int, leaf: int, value: bytes) -> None:
         self._table(file)[16 * leaf : 16 * leaf + 16] = value
 
-    def restore(self, durable: list[Durable]) -> None:
-        """Take over segments that a former run made durable."""
+    def restore(self, durable: list[Durable]) -> list[Durable]:
+        """Take over segments that a former run made durable; gives those that still are."""
+        held = []
         for row in durable:
             if self.folder.file_size(self.destination.catalog.files[row.file].path) != self.sizes[row.file]:
                 continue  # the journal outlived the file: it is written again
@@ -117,10 +118,13 @@ class Outputs:
             self.sums[segment] = list(row.sums)
             self.prints[segment] = dict(row.prints)
             self.done[segment] = True
+            held.append(row)
         if self.folder.ordered:  # a file is whole or it is written again
             file = np.repeat(np.arange(len(self.sizes)), np.diff(self._first))
             whole = np.bincount(file, self.done, len(self.sizes)) == np.diff(self._first)
             self.done &= whole[file]
+            held = [row for row in held if whole[row.file]]
+        return held
 
     def durable(self, segment: int) -> Durable:
         """The journal's line for a segment."""

@@ -174,7 +174,7 @@ class UnfinishedFolder(Folder):
         self._lock = self._log = -1
         check_target(self.target, overwrite)
         try:
-            os.makedirs(self.parent, exist_ok=True)
+            make_folders(self.parent)
             self._clear_others(note)
             self.resumed = os.path.isdir(self.path)
             if not self.resumed:
@@ -336,6 +336,8 @@ class UnfinishedFolder(Folder):
             self._log = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
             self._write_log(lines)
             os.rename(temporary, path)
+            # An older log must not come back beside files that are written from here on: it would vouch for them.
+            sync_folder(self.path)
         except OSError as error:
             raise write_fault(path, "write", error) from error
 
@@ -420,6 +422,22 @@ def _lock(folder: str) -> int:
             ) from error
         # The file system has no locks (some network ones): go on without.
     return fd
+
+
+def make_folders(path: str) -> None:
+    """Make a folder and those above it, where they are missing; their names are durable. Raises OSError."""
+    missing = []
+    at = os.path.abspath(path)
+    while not os.path.isdir(at):
+        missing.append(at)
+        at = os.path.dirname(at)
+    for new in reversed(missing):
+        try:
+            os.mkdir(new)
+        except FileExistsError:
+            if not os.path.isdir(new):
+                raise
+        sync_folder(os.path.dirname(new))
 
 
 def sync_folder(path: str) -> None:

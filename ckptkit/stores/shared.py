@@ -19,7 +19,7 @@ from typing import Any
 
 from ckptkit.errors import ShardMissingError, StoreError, UnsafeError
 from ckptkit.stores import local_path
-from ckptkit.stores.durable import PAGE, OutFile, write_fault
+from ckptkit.stores.durable import PAGE, OutFile, make_folders, write_fault
 from ckptkit.stores.remote import list_files
 from ckptkit.stores.remote_folder import RemoteFolder
 from ckptkit.stores.retrying import Retry
@@ -192,16 +192,8 @@ class _Local(SharedFolder):
         """Make a folder; the names of all that are new are durable."""
         if folder in self._made:
             return
-        missing = []
-        at = folder
-        while not os.path.isdir(at):
-            missing.append(at)
-            at = os.path.dirname(at)
         try:
-            for new in reversed(missing):
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(new)
-                _sync(os.path.dirname(new))
+            make_folders(folder)
         except OSError as error:
             raise write_fault(folder, "create", error) from error
         self._made.add(folder)

@@ -1,5 +1,6 @@
 """Kill -9 at any moment: nobody sees half a result, and the next call ends it, bit for bit, without doing it all again."""
 
+import json
 import os
 import random
 import shutil
@@ -9,11 +10,13 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from ckptkit.core.catalog import LEAF
 from ckptkit.core.destination import Fixup
 from ckptkit.core.plan import make_plan
 from ckptkit.engine.run import RunResult, run
+from ckptkit.errors import InterruptedRunError
 from ckptkit.stores.base import Reader
 from ckptkit.stores.local import LocalReader, LocalStore
 from tests.engine.toy import Toy, destination, write
@@ -165,3 +168,25 @@ def test_a_journal_that_outlived_its_file_is_not_believed(tmp_path) -> None:
     assert result.reused_bytes == 0
     for number, want in enumerate(job.expected[1:], 1):
         assert np.array_equal(np.fromfile(f"{job.out}/{job.target.files[number].path}", np.uint8), want)
+
+
+def test_a_fresh_journal_does_not_vouch_for_files_that_are_gone(tmp_path) -> None:
+    """A file lost by a first crash is written anew; a second crash in the middle of that must not pass its bytes as durable."""
+    job = Job(str(tmp_path))
+    folder = job.kill_midway()
+    listed = [json.loads(line)["file"] for line in Path(folder, ".journal").read_bytes().splitlines()[1:]]
+    lost = job.target.files[listed[0]].path
+    os.unlink(os.path.join(folder, lost))
+
+    class Stop(LocalStore):
+        """The second crash comes before any byte was read."""
+
+        def open(self, path: str) -> Reader:  # type: ignore[override]
+            raise KeyboardInterrupt
+
+    with pytest.raises(InterruptedRunError):
+        run(job.plan, job.destination, Stop(job.folder + "/src"), job.out, threads=1, replicas="first")
+    Path(folder, lost).write_bytes(bytes(job.target.files[listed[0]].size))  # reserved, never written
+    job.run()
+
+    assert np.array_equal(np.fromfile(f"{job.out}/{lost}", np.uint8)[64:], job.expected[listed[0]][64:])

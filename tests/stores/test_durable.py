@@ -265,3 +265,19 @@ def test_a_file_where_the_parent_should_be_is_named(tmp_path) -> None:
 
     with pytest.raises(StoreError, match=r"/file is in the way"):
         UnfinishedFolder(str(tmp_path / "file" / "x"), "00ff")
+
+
+def test_names_of_new_folders_above_the_target_are_durable_too(tmp_path, monkeypatch) -> None:
+    """A new run folder whose name is lost in a crash takes the committed step along."""
+    synced: list[str] = []
+    original = os.fsync
+
+    def fsync(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        original(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+    UnfinishedFolder(str(tmp_path / "runs" / "zaya" / "step-1"), "ab").commit()
+
+    assert {str(tmp_path), str(tmp_path / "runs"), str(tmp_path / "runs" / "zaya")} <= set(synced)

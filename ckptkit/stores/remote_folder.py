@@ -26,7 +26,7 @@ from ckptkit.stores.filesystems import Place, connect
 from ckptkit.stores.folder import LOG, UNFINISHED_MARK, Folder
 from ckptkit.stores.remote import info_of, list_files, names_in, tag
 from ckptkit.stores.retrying import Retry, ShortBodyError
-from ckptkit.stores.uploads import COPIES, ObjectWriter, part_bytes
+from ckptkit.stores.uploads import COPIES, PART, ObjectWriter, part_bytes
 
 T = TypeVar("T")
 _MOST_OPEN = 32
@@ -42,6 +42,7 @@ class RemoteFolder(Folder):
         note: Told what was found and thrown away.
         memory: Bytes of buffers for uploads.
         retry: How stubborn requests are.
+        part: Bytes of a part of an upload, at least.
 
     Raises:
         UsageError: the scheme cannot be written. StoreError: there is something at `url` already, or no access.
@@ -58,7 +59,9 @@ class RemoteFolder(Folder):
         note: Callable[[str], None] = lambda text: None,
         memory: int = 128 << 20,
         retry: Retry | None = None,
+        part: int = PART,
     ) -> None:
+        self.part = part
         self.place: Place = connect(url, write=True)
         self.url = self.place.url
         self.retry = retry or Retry.from_environment()
@@ -136,7 +139,7 @@ class RemoteFolder(Folder):
         self._found = {}
 
     def open_files(self, sizes: Sequence[int]) -> int:
-        largest = max((part_bytes(size) for size in sizes), default=1)
+        largest = max((part_bytes(size, self.part) for size in sizes), default=1)
         return max(1, min(self._memory // (COPIES * largest), _MOST_OPEN))
 
     # What writers of objects need.
@@ -207,6 +210,7 @@ class RemoteFolder(Folder):
                     "put in place; run the same command again",
                     file=path,
                 )
+        self._abort_uploads()  # such as one whose beginning was not confirmed
         logs = [path for path in found if path == LOG or path.startswith(f"{LOG}.")]
         self._remove([path for path in found if path not in (*self._tags, *logs, UNFINISHED_MARK)])
         if marker is not None:

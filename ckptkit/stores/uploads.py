@@ -23,7 +23,8 @@ from ckptkit.stores.retrying import ShortBodyError
 if TYPE_CHECKING:
     from ckptkit.stores.remote_folder import RemoteFolder
 
-PART = 8 << 20
+PART = 5 << 20
+"""S3 takes none that is smaller, but for the last."""
 _MOST_PARTS = 9_000  # S3 allows 10,000
 COPIES = 4
 """Parts in memory while an object goes up: one being filled, one on its way, and the library's copies of that."""
@@ -31,9 +32,9 @@ COPIES = 4
 _MD5 = re.compile(r"[0-9a-f]{32}(-[0-9]+)?")
 
 
-def part_bytes(size: int) -> int:
-    """Bytes of a part of an object: 8 MiB, or more where that would be too many parts."""
-    return max(PART, -(-size // _MOST_PARTS // PART) * PART)
+def part_bytes(size: int, smallest: int = PART) -> int:
+    """Bytes of a part of an object: `smallest`, or a multiple of it where that would be too many parts."""
+    return max(smallest, -(-size // _MOST_PARTS // smallest) * smallest)
 
 
 class ObjectWriter(FileWriter):
@@ -46,7 +47,7 @@ class ObjectWriter(FileWriter):
     def __init__(self, folder: "RemoteFolder", path: str, size: int) -> None:
         self.folder, self.size = folder, size
         self.path, self.url = path, f"{folder.url}/{path}"
-        self._part_bytes = part_bytes(size)
+        self._part_bytes = part_bytes(size, folder.part)
         self._part = bytearray()
         self._position = 0
         self._sending: Future[None] | None = None
@@ -210,8 +211,8 @@ class ObjectWriter(FileWriter):
             return
         with suppress(Exception):  # the error that led here is the one to tell
             if _buffered(file):
+                file.closed = True  # or it would be completed when it is closed, which happens at the latest when it is freed
                 file.discard()
-                file.closed = True  # closing would complete it
             else:
                 file.close()
 

@@ -24,7 +24,7 @@ class Faults:
         truncate: A read gives fewer bytes than asked for.
         lie: A size is wrong, in a listing or of one object.
         slow_s: Each request takes up to so long.
-        refuse: Requests (`write`, `part`, ...) that always fail.
+        refuse: Kinds of requests (`write`, `part`, ...) that are never answered; `forbid`: that are refused for good.
         dead_after: From this request on there is no answer at all.
     """
 
@@ -34,10 +34,11 @@ class Faults:
     lie: float = 0.0
     slow_s: float = 0.0
     refuse: frozenset[str] = frozenset()
+    forbid: frozenset[str] = frozenset()
     dead_after: int | None = None
 
 
-@dataclass
+@dataclass(repr=False)
 class World:
     """What the server holds.
 
@@ -45,12 +46,14 @@ class World:
         objects: Content by name.
         uploads: Uploads in parts that are not ended, by number.
         requests, failed: How many there were, by kind.
+        log: Requests that changed something, in order: `kind name`.
     """
 
     objects: dict[str, bytes] = field(default_factory=dict)
     uploads: dict[int, list[bytes]] = field(default_factory=dict)
     requests: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
+    log: list[str] = field(default_factory=list)
     faults: Faults = field(default_factory=Faults)
     lock: threading.RLock = field(default_factory=threading.RLock)
     draws: Random = field(default_factory=lambda: Random(0))
@@ -61,8 +64,9 @@ class World:
         self.draws = Random(self.faults.seed)
         self.requests.clear()
         self.failed.clear()
+        self.log.clear()
 
-    def request(self, kind: str, done: Any = lambda: None) -> Any:
+    def request(self, kind: str, name: str, done: Any = lambda: None) -> Any:
         """One request: what `done` gives, unless it goes wrong."""
         faults = self.faults
         with self.lock:
@@ -76,10 +80,14 @@ class World:
             if kind in faults.refuse or (faults.dead_after is not None and total > faults.dead_after):
                 self.failed[kind] += 1
                 raise ConnectionResetError(f"{kind}: refused")
+            if kind in faults.forbid:
+                raise PermissionError(f"{kind}: not allowed")
             if dropped and not late:
                 self.failed[kind] += 1
                 raise TimeoutError(f"{kind}: no answer")
             found = done()
+            if kind in ("write", "part", "end", "remove", "abort"):
+                self.log.append(f"{kind} {name}")
             if dropped:
                 self.failed[kind] += 1
                 raise TimeoutError(f"{kind}: the answer was lost")
@@ -122,7 +130,7 @@ class FaultyFileSystem(AbstractFileSystem):
                 raise FileNotFoundError(path)
             return list(found.values())
 
-        entries = self.world.request("list", answer)
+        entries = self.world.request("list", path, answer)
         return entries if detail else [entry["name"] for entry in entries]
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
@@ -135,7 +143,7 @@ class FaultyFileSystem(AbstractFileSystem):
                 return {"name": path, "size": 0, "type": "directory"}
             raise FileNotFoundError(path)
 
-        found: dict[str, Any] = self.world.request("info", answer)
+        found: dict[str, Any] = self.world.request("info", path, answer)
         return found
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
@@ -147,18 +155,18 @@ class FaultyFileSystem(AbstractFileSystem):
             data = self.world.objects[path][start:end]
             return data[: len(data) // 2] if self.world.draw(self.world.faults.truncate) else data
 
-        found: bytes = self.world.request("read", answer)
+        found: bytes = self.world.request("read", path, answer)
         return found
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
         path = self._strip_protocol(path)
-        self.world.request("write", lambda: self.world.objects.__setitem__(path, bytes(value)))
+        self.world.request("write", path, lambda: self.world.objects.__setitem__(path, bytes(value)))
 
     def rm_file(self, path: str) -> None:
         path = self._strip_protocol(path)
         if path not in self.world.objects and self.world.draws.random() < 0.5:
             raise FileNotFoundError(path)  # some stores tell, some do not
-        self.world.request("remove", lambda: self.world.objects.pop(path, None))
+        self.world.request("remove", path, lambda: self.world.objects.pop(path, None))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """There are none."""
@@ -181,7 +189,7 @@ class FaultyFile(AbstractBufferedFile):
             self.fs.world.uploads[number] = []
             return number
 
-        self.number = self.fs.world.request("begin", begin)
+        self.number = self.fs.world.request("begin", self.path, begin)
 
     def _upload_chunk(self, final: bool = False) -> bool:
         uploads = self.fs.world.uploads
@@ -193,7 +201,7 @@ class FaultyFile(AbstractBufferedFile):
                 del uploads[self.number][self.parts :]
                 uploads[self.number].append(data)
 
-            self.fs.world.request("part", add)
+            self.fs.world.request("part", self.path, add)
             self.parts += 1
         self.buffer.seek(0)
         self.buffer.truncate()
@@ -204,12 +212,12 @@ class FaultyFile(AbstractBufferedFile):
                     raise FileNotFoundError("no such upload")
                 self.fs.world.objects[self.path] = b"".join(uploads.pop(self.number))
 
-            self.fs.world.request("end", end)
+            self.fs.world.request("end", self.path, end)
         return True
 
     def discard(self) -> None:
         if self.number is not None:
-            self.fs.world.request("abort", lambda: self.fs.world.uploads.pop(self.number, None))
+            self.fs.world.request("abort", self.path, lambda: self.fs.world.uploads.pop(self.number, None))
 
 
 def install() -> World:

@@ -38,6 +38,9 @@ COMMANDS: dict[str, dict[str, str]] = {
         "repair": "Mend a native checkpoint, from another copy if need be.",
         "gc": "Remove a run's old steps, and what killed writers left.",
     },
+    "Keep in memory": {
+        "cache": "Keep the latest checkpoint in every node's memory.",
+    },
     "Plan for faults": {
         "supervise": "Run a trainer, watch it, and restart it where that helps.",
         "goodput": "Advise how often to save, and account for a run's time.",

@@ -18,7 +18,7 @@ Calls may come from several threads. No torch, no asyncio. While the daemon is a
 import mmap
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -43,7 +43,8 @@ class Skipped:
     """Why a save, or a part of it, does not happen. False as a condition.
 
     `reason` is one of `busy` (no slot is free: replication or drain lags), `too_big`, `away` (no daemon), `fenced` (a newer incarnation
-    of the job runs), `aborted` (another rank's part failed, or it took too long), `stale` (slots were replaced), `refused`.
+    of the job runs), `aborted` (another rank's part failed, or it took too long), `restoring` (before the restore of all ranks has ended),
+    `stale` (slots were replaced), `refused`.
     """
 
     reason: str
@@ -164,6 +165,7 @@ class Located:
         epoch, step, inc: The version. `step` is completed optimizer steps.
         world, index_hash: Of the layout in which it was saved, which may not be today's.
         sources: For each shard (saved rank) its copies, the nearest to this node first.
+        digests: For each shard the content digest of its rank file, in hex.
         url: The step's folder in durable storage where it is there too, else empty.
         passed_over: Newer versions that are not whole, and why, newest first.
     """
@@ -175,6 +177,7 @@ class Located:
     world: int
     index_hash: str
     sources: tuple[tuple[ShardSource, ...], ...]
+    digests: tuple[str, ...]
     url: str = ""
     passed_over: tuple[str, ...] = field(default=())
 
@@ -191,8 +194,8 @@ def default_socket(job: str) -> str:
 class CacheClient:
     """One rank's connection to the daemon of its node; also what `ckptkit cache` uses. Make it with `connect`."""
 
-    def __init__(self, path: str, job: str, *, time_scale: float = 1.0) -> None:
-        self.job, self.scale = job, time_scale
+    def __init__(self, path: str, job: str, *, time_scale: float = 1.0, begin_s: float = BEGIN_S) -> None:
+        self.job, self.scale, self._begin_s = job, time_scale, begin_s
         self.skipped: dict[str, int] = {}
         """Saves that did not happen, by reason."""
         self.fenced = False
@@ -200,20 +203,29 @@ class CacheClient:
         self._lane: Lane | None = None
         self._info: NodeInfo | None = None
         self._told_skipped: dict[str, int] = {}
+        self._writing: set[int] = set()
+        self._attempt = 0
         self._maps: dict[int, Slot] = {}
-        self._connection = Connection(path, self._greet, self._on_event, time_scale=time_scale)
+        self._connection = Connection(path, self._greet, self._on_event, self._on_late, time_scale=time_scale)
 
     # ── before the first step ────────────────────────────────────────────────────────────────────────────────
 
     @classmethod
     def connect(
-        cls, socket_path: str | None = None, job: str = "", *, timeout_s: float = 5.0, time_scale: float = 1.0
+        cls,
+        socket_path: str | None = None,
+        job: str = "",
+        *,
+        timeout_s: float = 5.0,
+        time_scale: float = 1.0,
+        begin_s: float = BEGIN_S,
     ) -> Self:
         """A client of the daemon that listens at `socket_path` (`default_socket(job)` unless given).
 
         Args:
             timeout_s: How long a daemon that is just starting is waited for.
-            time_scale: Multiplies all other times in here; for tests.
+            time_scale: Multiplies all other times in here but `begin_s`; for tests.
+            begin_s: Longest time that `begin` takes.
 
         Raises:
             AwayError: no daemon answers there.
@@ -221,7 +233,7 @@ class CacheClient:
         """
         if not socket_path and not job:
             raise UsageError("give the name of the job, or the path of the daemon's socket")
-        client = cls(socket_path or default_socket(job), job, time_scale=time_scale)
+        client = cls(socket_path or default_socket(job), job, time_scale=time_scale, begin_s=begin_s)
         client._connection.open(timeout_s)
         return client
 
@@ -229,6 +241,11 @@ class CacheClient:
         """What the daemon said of itself when the connection was made last."""
         assert self._info is not None
         return self._info
+
+    @property
+    def lane(self) -> Lane | None:
+        """This rank's slots, once it has joined."""
+        return self._lane
 
     def join(
         self,
@@ -240,6 +257,7 @@ class CacheClient:
         members: Sequence[Member],
         bytes_max: int,
         numa: int | None = None,
+        fresh: bool = False,
         timeout_s: float = 600.0,
     ) -> Lane:
         """Take part in an epoch and get this rank's slots. Returns when they are allocated and populated.
@@ -251,6 +269,7 @@ class CacheClient:
             members: All ranks, in order; the world is their number. Rank 0's node coordinates.
             bytes_max: Bytes of the largest rank file of any rank of the job: all ranks give the same number.
             numa: NUMA node next to this rank's device; its slots are placed there.
+            fresh: Start from nothing where no whole version is found although something was saved; the same on all ranks.
             timeout_s: Allocation writes every page once: about 5 GB/s a NUMA node, only at the first start on a node.
 
         Raises:
@@ -267,6 +286,7 @@ class CacheClient:
             "members": [member.as_dict() for member in members],
             "bytes_max": bytes_max,
             "numa": numa,
+            "fresh": fresh,
         }
         try:
             return self._join(self._connection.call, timeout_s)
@@ -277,15 +297,18 @@ class CacheClient:
     def locate(self, timeout_s: float = 120.0) -> Located | None:
         """What all ranks restore: the newest version of which every shard has a copy. Waits for the coordinator's decision.
 
-        None where nothing was ever saved: no slot on any node and no step in durable storage.
+        None where nothing was ever saved (no slot on any node and no step in durable storage), or nothing is whole and `fresh` was given. Call
+        `report` then, too: saves begin when all ranks have.
 
         Raises:
-            FormatError: something was saved, but no version is whole; the message names each and why. A fresh start is the caller's
-                decision.
-            StoreError: durable storage does not answer.
+            FormatError: something was saved, but no version is whole; the message says what. A fresh start is the caller's decision.
             RefusedError, AwayError: this rank was fenced; the daemon is gone, or the decision did not come in time.
         """
-        return self._poll_restore(timeout_s, lambda found: found.get("state") in ("located", "final"))
+        found = self._poll_restore(timeout_s, lambda found: found["state"] != "deciding")
+        if found["state"] == "failed":
+            raise FormatError(str(found.get("detail", "no version is whole")))
+        self._attempt = int(found["attempt"])
+        return _located(found["decision"]) if "decision" in found else None
 
     def report(self, ok: bool, why: str = "", timeout_s: float = 120.0) -> bool:
         """Say whether this rank has read and verified all that it needs, and wait for all others.
@@ -295,13 +318,20 @@ class CacheClient:
         Raises: as `locate`.
         """
         attempt = self._attempt
-        self._call_until("restore_report", timeout_s, attempt=attempt, ok=ok, why=why)
+        try:
+            self._call_until("restore_report", timeout_s, attempt=attempt, ok=ok, why=why)
+        except RefusedError as error:
+            if error.facts.get("code") != 409 or self.fenced:
+                raise
+            # Another attempt is on, or all is final: what follows tells.
 
         def over(found: Mapping[str, Any]) -> bool:
-            return found.get("state") == "final" or int(found.get("attempt", 0)) > attempt
+            return found["state"] in ("final", "failed") or int(found["attempt"]) > attempt
 
         found = self._poll_restore(timeout_s, over)
-        return found is not None and found.attempt == attempt
+        if found["state"] == "failed":
+            raise FormatError(str(found.get("detail", "no version is whole")))
+        return found["state"] == "final"
 
     def put_index(self, index: bytes) -> str:
         """Hand over the content of `index.npz`, once for a layout; gives its hash, which `seal` takes. Raises as `join`."""
@@ -323,7 +353,7 @@ class CacheClient:
             return self._skip("fenced", "a newer incarnation of the job runs")
         try:
             found = self._connection.call(
-                "begin", step=step, bytes=nbytes, skipped=self._news(), deadline_s=BEGIN_S * self.scale
+                "begin", step=step, bytes=nbytes, skipped=self._news(), deadline_s=self._begin_s
             )
         except StoreError as error:
             return self._skip_for(error)
@@ -331,6 +361,7 @@ class CacheClient:
         number = found.fields.get("slot")
         for slot in lane.slots:
             if slot.number == number:
+                self._writing.add(slot.number)
                 return slot
         return self._skip(str(found.fields.get("skip", "refused")), str(found.fields.get("detail", "")))
 
@@ -355,12 +386,27 @@ class CacheClient:
 
         Waits up to 30 s for a daemon that is being restarted, so call it beside the training, not in it.
         """
+        try:
+            return self._seal(slot, used, index_hash, digests, extras, step, timings or {})
+        finally:
+            self._writing.discard(slot.number)
+
+    def _seal(
+        self,
+        slot: Slot,
+        used: int,
+        index_hash: str,
+        digests: bytes | None,
+        extras: bytes,
+        step: int,
+        timings: Mapping[str, float],
+    ) -> Skipped | None:
         blobs = (extras,) if digests is None else (extras, digests)
         until = time.monotonic() + RECONNECT_S * self.scale
         while True:
             try:
                 self._connection.call(
-                    "seal", blobs=blobs, slot=slot.number, step=step, used=used, index_hash=index_hash, timings=dict(timings or {}),
+                    "seal", blobs=blobs, slot=slot.number, step=step, used=used, index_hash=index_hash, timings=dict(timings),
                     deadline_s=10.0 * self.scale,
                 )  # fmt: skip
                 return None
@@ -373,6 +419,7 @@ class CacheClient:
 
     def abort(self, slot: Slot, *, step: int, why: str = "") -> None:
         """Give a slot of `begin` back unsealed: this step will not be committed. Nothing writes to it from here on."""
+        self._writing.discard(slot.number)
         with suppress(StoreError):
             self._connection.call("abort", slot=slot.number, step=step, why=why)
 
@@ -419,11 +466,34 @@ class CacheClient:
         if number not in self._maps:
             found = self._connection.call("map", slot=number)
             try:
-                self._maps[number] = Slot(number, int(found.fields["nbytes"]), found.fds[0], writable=False)
+                self._maps[number] = Slot(number, int(found.fields["bytes"]), found.fds[0], writable=False)
             finally:
                 for fd in found.fds:
                     os.close(fd)
         return self._maps[number]
+
+    def unmap(self, number: int) -> None:
+        """Give a slot of `map` back, so that it may be used again."""
+        slot = self._maps.pop(number, None)
+        if slot is not None:
+            slot.close()
+            self._connection.tell("unmap", slot=number)
+
+    def side(self, number: int, what: str) -> bytes:
+        """The `digests` or `extras` beside a slot of this node. Raises RefusedError, AwayError."""
+        return self._connection.call("side", slot=number, what=what).blobs[0]
+
+    def manifest(self, located: Located) -> bytes:
+        """The content of the `manifest.json` of what is restored. Raises RefusedError, AwayError."""
+        return self._connection.call("manifest", attempt=located.attempt, deadline_s=60.0 * self.scale).blobs[
+            0
+        ]
+
+    def index(self, located: Located) -> bytes:
+        """The content of the `index.npz` of what is restored. Raises RefusedError, AwayError."""
+        found = self._connection.call("index", attempt=located.attempt, deadline_s=120.0 * self.scale)
+        with os.fdopen(found.fds[0], "rb") as file:
+            return file.read()
 
     def finish(self, *, drain: bool = True) -> None:
         """Say that the job ends normally: the newest committed step is drained, then the daemon exits. For one rank of the job."""
@@ -446,8 +516,6 @@ class CacheClient:
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    _attempt = 0
-
     def _greet(self, call: Caller) -> None:
         fields = call("hello", job=self.job, protocol=PROTOCOL, oldest=OLDEST).fields
         tls = fields.get("tls")
@@ -460,7 +528,7 @@ class CacheClient:
 
     def _join(self, call: Caller, timeout_s: float) -> Lane:
         assert self._joining is not None
-        reply = call("join", deadline_s=timeout_s, **self._joining)
+        reply = call("join", deadline_s=timeout_s, writing=sorted(self._writing), **self._joining)
         try:
             slots = tuple(
                 Slot(number, reply.fields["slot_bytes"], fd)
@@ -495,6 +563,12 @@ class CacheClient:
         if event.get("event") == "fenced":
             self.fenced = True
 
+    def _on_late(self, reply: dict[str, Any]) -> None:
+        """A slot that came after the deadline of `begin`: the save was skipped, so it is given back."""
+        slot, step = reply.get("slot"), reply.get("step")
+        if slot is not None and step is not None and slot not in self._writing:
+            self._connection.tell("abort", slot=slot, step=step)
+
     def _skip(self, reason: str, detail: str) -> Skipped:
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
         return Skipped(reason, detail)
@@ -527,23 +601,16 @@ class CacheClient:
                     raise
                 time.sleep(0.1 * self.scale)
 
-    def _poll_restore(self, timeout_s: float, over: Any) -> Located | None:
+    def _poll_restore(self, timeout_s: float, over: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
         until = time.monotonic() + timeout_s
         while True:
             found = self._call_until("restore", max(until - time.monotonic(), 0.0))
-            state = found.get("state")
-            if state == "none":
-                return None
-            if state == "failed":
-                raise FormatError(str(found.get("detail", "no version is whole")))
-            if over(found) and "decision" in found:
-                located = _located(found["decision"])
-                self._attempt = located.attempt
-                return located
+            if over(found):
+                return found
             if time.monotonic() > until:
                 raise AwayError(
-                    f"the coordinator did not decide within {timeout_s:g} s what to restore ({found.get('detail', state)}); see "
-                    "`ckptkit cache status` on the node of rank 0"
+                    f"the restore was not decided within {timeout_s:g} s ({found.get('detail', found['state'])}); see `ckptkit cache "
+                    "status` on the node of rank 0"
                 )
             time.sleep(0.05 * max(self.scale, 0.1))
 
@@ -551,7 +618,7 @@ class CacheClient:
 def _located(plain: Mapping[str, Any]) -> Located:
     return Located(
         attempt=plain["attempt"], epoch=plain["epoch"], step=plain["step"], inc=plain["inc"], world=plain["world"],
-        index_hash=plain["index_hash"], url=plain.get("url", ""), passed_over=tuple(plain.get("passed_over", ())),
+        index_hash=plain["index_hash"], digests=tuple(plain["digests"]), url=plain.get("url", ""), passed_over=tuple(plain.get("passed_over", ())),
         sources=tuple(
             tuple(ShardSource(s["kind"], s["node"], s["place"]) for s in shard) for shard in plain["sources"]
         ),

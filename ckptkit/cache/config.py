@@ -142,8 +142,9 @@ class CacheConfig:
         node: Name of this node, the same after a restart. [host name]
         domain: Failure domain: nodes with the same text may fail together.
         socket: Unix socket for trainers. [<root>/<job>/daemon.sock]
-        listen: Address for peers; port 0 takes a free one.
-        advertise: Host name or address under which peers reach this node. [that of `listen`, or the host name]
+        listen: Address for peers; port 0 takes a free one. Where it is one address (and not all), connections to peers go out from it, too.
+        advertise: Host name or address under which peers reach this node, with a port where it is another than that of `listen`.
+            [that of `listen`, or the host name]
         uids: Users, beside our own, that may use the socket.
         threads: For digests and copies. [CPUs allowed, 8 at most]
         hash_verify: Whether leaves that came with device digests are read and compared.
@@ -183,7 +184,13 @@ class CacheConfig:
 
     @property
     def loopback(self) -> bool:
-        return self.host_port[0] in ("127.0.0.1", "::1", "localhost")
+        return self.host_port[0].startswith("127.") or self.host_port[0] in ("::1", "localhost")
+
+    @property
+    def source(self) -> str:
+        """The address from which connections go out; empty for any."""
+        host = self.host_port[0]
+        return "" if host in ("0.0.0.0", "::", "localhost") else host
 
 
 _SIZES = {

@@ -61,6 +61,7 @@ class Connection:
         greet: Called with a function that makes calls, whenever a connection was made and before any other call goes out: it
             introduces us again. What it raises ends the attempt; a RefusedError ends the connection for good.
         on_event: Told events, in the thread.
+        on_late: Told replies that came after the call's deadline, in the thread. May `tell`, but not `call`.
         time_scale: Multiplies every time in here.
     """
 
@@ -69,12 +70,13 @@ class Connection:
         path: str,
         greet: Callable[["Caller"], None],
         on_event: Callable[[dict[str, Any]], None] = lambda event: None,
+        on_late: Callable[[dict[str, Any]], None] = lambda reply: None,
         *,
         time_scale: float = 1.0,
     ) -> None:
         self.path = path
         self.scale = time_scale
-        self._greet, self._on_event = greet, on_event
+        self._greet, self._on_event, self._on_late = greet, on_event, on_late
         self._closed = threading.Event()
         self._live: _Live | None = None
         self._refused: RefusedError | None = None
@@ -111,6 +113,13 @@ class Connection:
         if live is None:
             raise self._refused or self._away("is not running, or is being restarted")
         return live.call(name, fields, blobs, 5.0 * self.scale if deadline_s is None else deadline_s)
+
+    def tell(self, name: str, **fields: Any) -> None:
+        """Make a call without waiting for its reply."""
+        live = self._live
+        if live is not None:
+            with contextlib.suppress(StoreError):
+                live.tell(name, fields)
 
     def close(self) -> None:
         self._closed.set()
@@ -151,7 +160,7 @@ class Connection:
         while not self._closed.is_set():
             live = self._live
             if live is not None:
-                live.take_until_end(self._on_event)
+                live.take_until_end(self._on_event, self._on_late)
                 live.sock.close()
                 self._live = None
                 if self.away_since is None:
@@ -202,6 +211,11 @@ class _Live:
             raise self.owner._away(f"ended while it was asked to {name}")
         return _checked(name, message)
 
+    def tell(self, name: str, fields: dict[str, Any]) -> None:
+        """As `call`, without the reply."""
+        number = self._begin(name, fields, (), 1.0, queue.SimpleQueue())
+        self._waiting.pop(number, None)
+
     def call_alone(
         self, name: str, *, blobs: Sequence[bytes] = (), deadline_s: float = 5.0, **fields: Any
     ) -> Message:
@@ -216,7 +230,7 @@ class _Live:
                     raise self.owner._away(f"did not answer {name} within {deadline_s:g} s")
                 self.sock.settimeout(left)
                 try:
-                    if not self._receive(lambda event: None):
+                    if not self._receive(lambda event: None, lambda reply: None):
                         raise self.owner._away(f"ended while it was asked to {name}")
                 except TimeoutError:
                     continue
@@ -257,15 +271,19 @@ class _Live:
             self._sending.release()
         return number
 
-    def take_until_end(self, on_event: Callable[[dict[str, Any]], None]) -> None:
+    def take_until_end(
+        self, on_event: Callable[[dict[str, Any]], None], on_late: Callable[[dict[str, Any]], None]
+    ) -> None:
         with contextlib.suppress(OSError, WireError):
-            while self._receive(on_event):
+            while self._receive(on_event, on_late):
                 pass
         self._ended = True
         for answer in list(self._waiting.values()):
             answer.put(None)
 
-    def _receive(self, on_event: Callable[[dict[str, Any]], None]) -> bool:
+    def _receive(
+        self, on_event: Callable[[dict[str, Any]], None], on_late: Callable[[dict[str, Any]], None]
+    ) -> bool:
         data, fds, _, _ = socket.recv_fds(self.sock, 1 << 18, _MOST_FDS, socket.MSG_CMSG_CLOEXEC)
         if not data:
             return False
@@ -278,8 +296,7 @@ class _Live:
                 continue
             for fd in message.fds:
                 os.close(fd)
-            if number is None:
-                on_event(message.fields)
+            (on_event if number is None else on_late)(message.fields)
         return True
 
     def shut(self) -> None:

@@ -1,6 +1,6 @@
 """Copies of one shard, wherever they lie: a mapped slot, a peer's slot, durable storage. Read from several threads at once.
 
-None is trusted. `digests_of` proves a `.digests` file by its checksum, which the protocol knows for every shard; with it `fill` takes leaves from
+None is trusted. `digests_of` proves a `.digests` file by its content digest, which the protocol knows for every shard; with it `fill` takes leaves from
 the first copy that has them right.
 """
 
@@ -88,12 +88,15 @@ class DurableCopy(Copy):
 
 
 def digests_of(copies: Sequence[Copy], digest: str) -> tuple[bytes, RankDigests]:
-    """The `.digests` with this checksum (hex), from the first copy that has it. Raises CorruptionError that names every copy."""
+    """The `.digests` of a rank file with this content digest (hex), from the first copy that has it.
+
+    Raises CorruptionError that names every copy.
+    """
 
     def load(copy: Copy) -> tuple[bytes, RankDigests]:
         data = copy.small("digests")
         found = RankDigests.parse(copy.where, data)
-        if digest and data[144:160].hex() != digest:
+        if found.content.hex() != digest:
             raise CorruptionError(f"the digests at {copy.where} are of another save", file=copy.where)
         return data, found
 

@@ -48,10 +48,14 @@ class Peers:
     Args:
         tls: None to talk in clear.
         timeout_s: A peer that sends nothing for so long is given up.
+        source: Address from which connections go out; empty for any.
     """
 
-    def __init__(self, caller: Caller, tls: ssl.SSLContext | None, timeout_s: float = 15.0) -> None:
+    def __init__(
+        self, caller: Caller, tls: ssl.SSLContext | None, timeout_s: float = 15.0, source: str = ""
+    ) -> None:
         self.caller, self.tls, self.timeout_s = caller, tls, timeout_s
+        self._source = (source, 0) if source else None
         self._idle: dict[str, list[http.client.HTTPConnection]] = {}
         self._lock = threading.Lock()
 
@@ -140,8 +144,12 @@ class Peers:
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
         if self.tls is not None:
-            return http.client.HTTPSConnection(host, int(port), timeout=self.timeout_s, context=self.tls)
-        return http.client.HTTPConnection(host, int(port), timeout=self.timeout_s)
+            return http.client.HTTPSConnection(
+                host, int(port), timeout=self.timeout_s, context=self.tls, source_address=self._source
+            )
+        return http.client.HTTPConnection(
+            host, int(port), timeout=self.timeout_s, source_address=self._source
+        )
 
     def close(self) -> None:
         with self._lock:

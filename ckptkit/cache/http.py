@@ -5,7 +5,7 @@
     GET  /v1/shards/EPOCH/STEP/INC/RANK/data          bytes of a rank file; ranges
     GET  /v1/shards/EPOCH/STEP/INC/RANK/digests       its `.digests`
     GET  /v1/shards/EPOCH/STEP/INC/RANK/extras        its `.extras`
-    GET  /v1/heads/EPOCH/STEP/INC                     the first 160 bytes of the `.digests` of every shard here
+    GET  /v1/files/EPOCH/STEP/INC                     what a manifest says of every shard here: rank, size, digests
     GET  /v1/index/HASH                               an index
     POST /v1/messages                                 a message of the protocol (ckptkit.cache.messages)
     POST /v1/drain /v1/scrub /v1/bans                 the operator's; needs an admin's certificate
@@ -16,7 +16,6 @@ the routes' patterns: no request can name a path.
 """
 
 import asyncio
-import contextlib
 import json
 import os
 import time
@@ -38,7 +37,6 @@ _PIECE = 8 << 20
 """Bytes that are sent under one timeout."""
 
 _TLS_PIECE = 1 << 20
-HEAD = 160
 _VERSION = r"{epoch:\d{1,16}}/{step:\d{1,16}}/{inc:[0-9a-f]{32}}"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -51,7 +49,7 @@ class Backend(Protocol):
     def inventory(self) -> Inventory: ...
     def acquire(self, version: Version, rank: int) -> SlotRecord | None: ...
     def release(self, record: SlotRecord) -> None: ...
-    def holding(self, version: Version) -> list[SlotRecord]: ...
+    def files(self, version: Version) -> list[dict[str, Any]]: ...
     def receive(self, message: PeerMessage) -> tuple[int, str]: ...
     def operate(self, what: str, facts: dict[str, Any]) -> None: ...
     def health(self) -> dict[str, Any]: ...
@@ -79,7 +77,7 @@ class HttpServer:
                 web.get(
                     f"/v1/shards/{_VERSION}/{{rank:\\d{{1,5}}}}/{{what:data|digests|extras}}", self._shard
                 ),
-                web.get(f"/v1/heads/{_VERSION}", self._heads),
+                web.get(f"/v1/files/{_VERSION}", self._files),
                 web.get("/v1/index/{hash:[0-9a-f]{32}}", self._index),
                 web.post("/v1/messages", self._message),
                 web.post("/v1/{what:drain|scrub|bans}", self._operate),
@@ -213,12 +211,8 @@ class HttpServer:
                 else:
                     await response.write(os.pread(file.fileno(), min(_TLS_PIECE, stop - at), at))
 
-    async def _heads(self, request: web.Request) -> web.Response:
-        heads = []
-        for record in self.backend.holding(_version(request)):
-            with contextlib.suppress(Exception):
-                heads.append(self.backend.tmpfs.read_side(record.slot, "digests")[:HEAD])
-        return web.Response(body=b"".join(heads))
+    async def _files(self, request: web.Request) -> web.Response:
+        return _json(json.dumps(self.backend.files(_version(request))).encode())
 
     async def _index(self, request: web.Request) -> web.Response:
         found = self.backend.tmpfs.read_index(request.match_info["hash"])
@@ -293,7 +287,7 @@ def _subject(request: web.Request) -> dict[str, str]:
 def _route(request: web.BaseRequest) -> str:
     """The path of a request for metrics: by kind, so that strangers cannot make many."""
     parts = request.path.split("/")
-    known = ("healthz", "inventory", "shards", "heads", "index", "messages", "drain", "scrub", "bans")
+    known = ("healthz", "inventory", "shards", "files", "index", "messages", "drain", "scrub", "bans")
     if len(parts) > 2 and parts[1] == "v1" and parts[2] in known:
         return parts[2]
     return "metrics" if request.path == "/metrics" else "other"

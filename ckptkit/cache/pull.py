@@ -15,6 +15,7 @@ import xxhash
 from ckptkit.cache.copies import Copy, digests_of, extras_of, fill, wrong_leaves
 from ckptkit.cache.events import Pulled, PullProgress, PullShard, Repaired, RepairSlot
 from ckptkit.cache.hashing import leaf_digest, leaf_range
+from ckptkit.cache.messages import Version
 from ckptkit.cache.throttle import Gate, Throttle
 from ckptkit.cache.tmpfs import Tmpfs
 from ckptkit.core.catalog import LEAF
@@ -51,7 +52,7 @@ class Puller:
 
     def __init__(
         self, tmpfs: Tmpfs, *, conns: int, request: int, throttle: Throttle, gate: Gate, patience_s: float,
-        index: Callable[[str], None], done: Callable[[Pulled | PullProgress | Repaired], None],
+        index: Callable[[str, Sequence[str], Version], None], done: Callable[[Pulled | PullProgress | Repaired], None],
         mismatch: Callable[[], None], moved: Callable[[int], None],
     ) -> None:  # fmt: skip
         self._tmpfs, self._conns, self._request = tmpfs, conns, request
@@ -129,7 +130,7 @@ class Puller:
         if used > self.slot_bytes:
             raise CorruptionError(f"{used} bytes do not fit into a slot of {self.slot_bytes}")
         extras = extras_of(job.copies, digests)
-        self._index(effect.shard.index_hash)
+        self._index(effect.shard.index_hash, effect.sources, version)
         with self._tmpfs.mapped(effect.slot, self.slot_bytes, writable=True) as view:
             self._ranges_of(job, digests, view)
         self._tmpfs.write_side(effect.slot, "extras", extras)
@@ -230,8 +231,9 @@ class Puller:
         """The slot's digests, or a peer's where they are what was damaged."""
         try:
             raw = self._tmpfs.read_side(effect.slot, "digests")
-            if raw[144:160].hex() == effect.shard.digest:
-                return raw, RankDigests.parse(f"slot {effect.slot}", raw)
+            found = RankDigests.parse(f"slot {effect.slot}", raw)
+            if found.content.hex() == effect.shard.digest:
+                return raw, found
         except CkptError:
             pass
         return digests_of(copies, effect.shard.digest)

@@ -32,6 +32,7 @@ FORMAT = 1
 """Of everything in the folder. A daemon leaves a folder of another format alone."""
 
 _CHUNK = 4 << 20
+_RESERVE = 256 << 20
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 _SLOT = re.compile(r"([0-9]{4,6})\.(dat|json|digests|extras)")
 _HASH = re.compile(r"[0-9a-f]{32}")
@@ -192,6 +193,12 @@ class Tmpfs:
         except OSError as error:
             raise FormatError(f"slot {number} has no {kind} ({error.strerror})", slot=number) from error
 
+    def drop_side(self, number: int, kind: str) -> None:
+        """Remove a slot's `digests` or `extras`."""
+        assert kind in ("digests", "extras")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{number:04d}.{kind}", dir_fd=self._fds["slots"])
+
     def put_index(self, index_hash: str, content: bytes) -> None:
         """Keep an index, whose hash was checked."""
         self._write("index", f"{_hash(index_hash)}.npz", content)
@@ -233,31 +240,43 @@ class Tmpfs:
             if stat.S_ISREG(found.st_mode):
                 yield Found(number, found.st_size, self.read_json(f"slots/{number:04d}.json"))
 
-    def allocate(self, number: int, nbytes: int) -> None:
-        """Make a slot's file and reserve its memory, so that a lack of it is an error here and no SIGBUS in a trainer. Raises OSError.
+    def allocate(self, number: int, nbytes: int) -> int:
+        """Make a slot's file, or let it grow, and reserve its memory, so that a lack of it is an error here and no SIGBUS in a trainer.
 
-        The memory comes from the NUMA node of the calling thread.
+        The memory comes from the NUMA node of the calling thread. Gives the size that it had before. Raises OSError; what was there stays.
         """
-        fd = self._create(number)
         try:
-            step = 256 << 20
-            for at in range(0, nbytes, step):
-                os.posix_fallocate(fd, at, min(step, nbytes - at))
-        except BaseException:
-            self.free(number)
+            fd = self._create(number)
+        except FileExistsError:
+            fd = self.open_slot(number, writable=True)
+        before = 0
+        try:
+            before = os.fstat(fd).st_size
+            for at in range(before, nbytes, _RESERVE):
+                os.posix_fallocate(fd, at, min(_RESERVE, nbytes - at))
+        except OSError:
+            os.ftruncate(fd, before)
             raise
         finally:
             os.close(fd)
+        return before
 
-    def populate(self, number: int, nbytes: int) -> None:
-        """Write every page of a slot once, in chunks: what a first access costs is paid here. Raises OSError."""
+    def populate(self, number: int, start: int, stop: int) -> None:
+        """Write every page of a part of a slot once: what a first access costs is paid here. Raises OSError."""
         fd = self.open_slot(number, writable=True)
         zeros = memoryview(bytes(_CHUNK))
         try:
-            for at in range(0, nbytes, _CHUNK):
-                os.pwrite(fd, zeros[: min(_CHUNK, nbytes - at)], at)
+            for at in range(start, stop, _CHUNK):
+                os.pwrite(fd, zeros[: min(_CHUNK, stop - at)], at)
         finally:
             os.close(fd)
+
+    def slot_size(self, number: int) -> int:
+        """Bytes that are allocated for a slot; 0 where it has no memory."""
+        try:
+            return os.stat(f"{number:04d}.dat", dir_fd=self._fds["slots"], follow_symlinks=False).st_size
+        except FileNotFoundError:
+            return 0
 
     def open_slot(self, number: int, *, writable: bool) -> int:
         """A descriptor of a slot's bytes. Raises OSError."""
@@ -286,9 +305,9 @@ class Tmpfs:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"{number:04d}.{kind}", dir_fd=self._fds["slots"])
 
-    def forget(self, number: int) -> None:
-        """Drop what a slot's digests and extras said; its memory stays."""
-        for kind in ("digests", "extras"):
+    def release(self, number: int) -> None:
+        """Give a slot's memory back, but keep its record. As for `free`, no process may have it mapped."""
+        for kind in ("digests", "extras", "dat"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"{number:04d}.{kind}", dir_fd=self._fds["slots"])
 

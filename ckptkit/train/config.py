@@ -55,7 +55,8 @@ class OptimizerTable:
         muon_lr, muon_momentum, muon_weight_decay: Of Muon; its momentum is of the lerp form.
         muon_adjust: How a matrix's shape scales the rate: `original` (sqrt(max(1, rows / columns))) or `match_rms_adamw`
             (0.2 sqrt(max(rows, columns))).
-        muon_dtype: Of the operands of Newton-Schulz: `bfloat16`, or `float32` to compare layouts closely.
+        muon_dtype: Of the operands of Newton-Schulz: `bfloat16`, `float32`, or `auto` for the first on a GPU, else the
+            second (which CPUs multiply faster, and which lets layouts agree closely).
         adamw_lr, beta1, beta2, eps, weight_decay: Of AdamW; vectors (norms, biases, scales) do not decay.
         clip: Greatest norm of the whole gradient; 0 for no limit.
         warmup: Steps until the full rate.
@@ -67,7 +68,7 @@ class OptimizerTable:
     muon_momentum: float = 0.95
     muon_weight_decay: float = 0.1
     muon_adjust: str = "original"
-    muon_dtype: str = "bfloat16"
+    muon_dtype: str = "auto"
     adamw_lr: float = 3e-3
     beta1: float = 0.9
     beta2: float = 0.95
@@ -160,7 +161,7 @@ _CHOICES = {
     ("train", "skip"): ("zero", "identity"),
     ("train", "dispatch"): ("", "torch", "triton", "hip"),
     ("optimizer", "muon_adjust"): ("original", "match_rms_adamw"),
-    ("optimizer", "muon_dtype"): ("bfloat16", "float32"),
+    ("optimizer", "muon_dtype"): ("auto", "float32", "bfloat16"),
     ("optimizer", "decay"): ("cosine", "constant"),
     ("balance", "mode"): ("sign", "pid", "none"),
 }

@@ -151,7 +151,7 @@ def norm(residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tens
 
 
 def dtype_of(name: str, device: torch.device) -> torch.dtype:
-    """The dtype that `[train] dtype` means on a device."""
+    """The dtype that a field of the configuration means on a device; `auto` is bfloat16 on a GPU."""
     if name == "auto":
         name = "bfloat16" if device.type == "cuda" else "float32"
     return torch.bfloat16 if name == "bfloat16" else torch.float32

@@ -25,6 +25,7 @@ from ckptkit.kernels.adamw import AdamWTable, Hyper, adamw_step
 from ckptkit.train.config import OptimizerTable
 from ckptkit.train.flat import Buffer, Run, sections
 from ckptkit.train.held import Holding, family, held
+from ckptkit.train.model import dtype_of
 from ckptkit.train.muon import Orthogonalizer
 from ckptkit.train.parallel import Group
 from ckptkit.train.stages import AnyStage
@@ -112,7 +113,7 @@ class Optimizer:
         tensors = {name: tensor.shape for name, tensor in model.tensors.items()}
         whole = model.names(family(model)).whole
         shapes = {key: local.shape for key, local in whole.items()}
-        dtype = torch.bfloat16 if table.muon_dtype == "bfloat16" else torch.float32
+        dtype = dtype_of(table.muon_dtype, parallel.device)
         # Whose runs make whole matrices: those of its tensor-parallel peers, and under ZeRO all that share them.
         group = {
             False: parallel.stage if layout.zero else parallel.tp,

@@ -23,7 +23,6 @@ SMALL: dict[str, Any] = {
     "train.batch": 4,
     "train.micro_batch": 1,
     "data.synthetic_bytes": 20_000,
-    "optimizer.muon_dtype": "float32",
 }
 
 

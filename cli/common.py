@@ -8,7 +8,7 @@ import click
 
 from ckptkit.cli import show
 from ckptkit.cli.failures import plain
-from ckptkit.cli.values import DTYPE, FORMAT, LAYOUT, MODEL, NAMES, PLACE, SIZE
+from ckptkit.cli.values import DTYPE, FILE, FORMAT, LAYOUT, MODEL, NAMES, PLACE, SIZE
 
 if TYPE_CHECKING:
     from ckptkit.ops.reports import Report
@@ -135,6 +135,15 @@ def reshard_options(command: F) -> F:
                 help="Compare equal pieces of SRC, or take the first.",
             ),
             work_options,
+            click.option(
+                "--rename",
+                type=FILE,
+                metavar="FILE",
+                help="Rules for names of a model without a schema (TOML).",
+            ),
+            click.option(
+                "--rename-back", type=FILE, metavar="FILE", help="The same rules, read from right to left."
+            ),
             fingerprint_option,
             click.option(
                 "--overwrite", is_flag=True, help="Replace DST, which goes only after the new one is whole."

@@ -231,4 +231,5 @@ SIZE, SHARE, LAYOUT, SETTING = SizeType(), ShareType(), LayoutType(), SettingTyp
 RATE, DURATION = RateType(), DurationType()
 DTYPE, PLACE, DESTINATION = DTypeType(), PlaceType(), DestinationType()
 FORMAT, MODEL = NameType("format", _formats), NameType("model", _models)
+FILE = click.Path()
 NAMES, PRESET = NameType("names", _names), NameType("preset", _presets)

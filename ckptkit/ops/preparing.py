@@ -21,9 +21,11 @@ from ckptkit.errors import UsageError
 from ckptkit.formats import registry
 from ckptkit.formats.base import Format, WriteOptions
 from ckptkit.formats.carried import carried
+from ckptkit.formats.model_config import load_config
 from ckptkit.ops.carrying import carry
 from ckptkit.ops.checks import check_apart, check_complete
 from ckptkit.ops.dropping import Dropped, DropRow, refuse_silent_loss
+from ckptkit.ops.renaming import read_rules, renamed
 from ckptkit.ops.selection import select
 from ckptkit.ops.sources import Source, open
 
@@ -58,6 +60,8 @@ class Options:
     restart: bool = False
     overwrite: bool = False
     fingerprint: bool | None = None
+    rename: str | Mapping[str, str] | None = None
+    rename_back: str | Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         if self.replicas not in ("check", "first"):
@@ -68,6 +72,8 @@ class Options:
             raise UsageError(f"max_shard_size={self.max_shard_size}: files of less than 64 KiB make no sense")
         if self.memory < 16 << 20:
             raise UsageError(f"memory={self.memory}: a run needs at least 16 MiB of buffers")
+        if self.rename is not None and self.rename_back is not None:
+            raise UsageError("--rename reads rules one way and --rename-back the other: give one of them")
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"threads={self.threads}: at least one is needed")
 
@@ -111,6 +117,9 @@ def prepare(src: str, dst: str, options: Options) -> Job:
         config=options.config,
         dequantize=options.dtype is not None,
     )
+    rules = options.rename if options.rename is not None else options.rename_back
+    if rules is not None:
+        source = renamed(source, read_rules(rules, back=options.rename is None))
     return prepare_source(source, dst, options, open(options.like) if options.like else None)
 
 
@@ -150,7 +159,7 @@ def prepare_source(source: Source, dst: str, options: Options, like: Source | No
         plan,
         options,
         dropped + extras_dropped,
-        list(source.notes),
+        [*source.notes, *_unknown(source)],
     )
 
 
@@ -287,6 +296,22 @@ def _cast(source: Source, keep: Mapping[Key, DType], dtype: DType) -> dict[Key, 
         casts = role in ("param", "buffer") and now.is_float and not stays
         found[tensor, role] = dtype if casts else now
     return found
+
+
+def _unknown(source: Source) -> list[str]:
+    """What a user should hear of a model that no schema covers."""
+    catalog = source.catalog
+    if catalog.model is not None or source.format is None:
+        return []
+    config = load_config(catalog.extras.files, source.url) or {}
+    kind = config.get("model_type")
+    what = (
+        f"no schema knows the model_type {kind!r}"
+        if isinstance(kind, str)
+        else "no schema fits this checkpoint"
+    )
+    how = "so that a layout can cut them on dimension 0 only (dp, zero=3), or gather them"
+    return [f"{what}: its tensors are taken as they are stored, {how}. --model names a schema where one fits after all"]
 
 
 def _given_files(config: str | Mapping[str, Any] | None) -> Mapping[str, bytes]:

@@ -76,6 +76,8 @@ def reshard(
     restart: bool = False,
     overwrite: bool = False,
     fingerprint: bool | None = None,
+    rename: str | Mapping[str, str] | None = None,
+    rename_back: str | Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> ReshardResult:
     """Write the checkpoint at `src` to `dst` in another format, layout or family of names.
@@ -103,6 +105,8 @@ def reshard(
         overwrite: Replace `dst`; the old one goes only after the new one is whole.
         fingerprint: Store fingerprints of all tensors, where the format has a place for them. Unless given: where the
             destination is no file system in memory, since they cost about half as much CPU time as all the rest.
+        rename, rename_back: Rules for names of a model without a schema (`ckptkit.ops.renaming`): a file, or pattern to name;
+            read from left to right, or from right to left.
         progress: Called with bytes done and in all.
 
     Raises:
@@ -134,6 +138,8 @@ def reshard(
         restart=restart,
         overwrite=overwrite,
         fingerprint=fingerprint,
+        rename=rename,
+        rename_back=rename_back,
     )
     began = time.monotonic()
     job = prepare(src, dst, options)

@@ -28,14 +28,15 @@ _SECRETS = re.compile(
 )
 _NO_CREDENTIALS = re.compile(r"credential|ProfileNotFound|NoAuth", re.IGNORECASE)
 _BUGS = (
-    TypeError,
-    AttributeError,
-    KeyError,
-    IndexError,
-    NotImplementedError,
-    ImportError,
+    ArithmeticError,
     AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
     NameError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
 )
 _FINAL_CODES = {
     errno.EINVAL,

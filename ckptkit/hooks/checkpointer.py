@@ -13,6 +13,7 @@ from ckptkit.errors import CkptError, CorruptionError, StoreError, UsageError
 from ckptkit.hooks import finding, opening
 from ckptkit.hooks.meeting import Meeting
 from ckptkit.hooks.metrics import Metrics, log
+from ckptkit.hooks.optimizers import force_state
 from ckptkit.hooks.placement import Held, SchemaPlacement
 from ckptkit.hooks.planning import SavePlan, make_save_plan
 from ckptkit.hooks.registration import Registration, register
@@ -213,6 +214,11 @@ class Checkpointer:
         found = self._needed()
         if self._saver.last is not None:
             raise UsageError("restore comes before the first save: the run's newest step would be its own")
+        if not weights_only and any(not view.known and not view.inner.state for view in found.views):
+            for view in found.views:
+                force_state(view)
+            found.replan()
+            self._make_plan()
         self._requests += 1
         done = finding.restore(
             self._opened, self._meeting, found, self._plan, source, fresh=fresh, strict=strict, weights_only=weights_only,

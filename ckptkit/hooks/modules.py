@@ -101,8 +101,8 @@ def module_holdings(found: Sequence[Found], places: Places, ema: Mapping[str, to
         check_kind(one.name, one.tensor)
         local, first, last = places.place(one.name, *box_of(one.tensor, one.name))
         shard = shard_of(one.tensor)
-        kind = places.tensors[local.segments[0].tensor].kind if local.segments else "param"
-        role = "buffer" if not one.is_param or kind == "buffer" else "param"
+        # Without a schema nobody can tell a buffer in a file from a parameter, so they are called alike.
+        role = places.tensors[local.segments[0].tensor].kind if local.segments else "param"
         holding = Holding(
             one.name, local, first, last, role, tuple(shard.shape), shard.dtype, shard.device, shard,
             fenced=one.is_param, owner=one.owner, key=one.key, item=one.tensor,

@@ -10,6 +10,7 @@ on the meta device and letting it take one step: no memory, and nothing of the t
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -135,21 +136,45 @@ def foresee(
     if isinstance(hyper.get("lr"), torch.Tensor):
         hyper["lr"] = float(hyper["lr"])
     probe_of = torch.nn.Parameter(torch.empty_like(like, device="meta"))
+    probe_of.grad = torch.empty_like(probe_of)
     try:
         probe = type(optimizer)([probe_of], **hyper)
-        probe_of.grad = torch.empty_like(probe_of)
-        probe.step()
-        state = probe.state[probe_of]
-    except Exception:  # noqa: BLE001  (whatever a class does not like about this, a real step will show its state)
+        with suppress(Exception):  # state is made before the mathematics, which may not work without values
+            probe.step()
+        state = probe.state.get(probe_of)
+    except Exception:  # noqa: BLE001  (a probe; whatever fails, fails here only)
+        return None
+    if not state and _fails(optimizer, hyper, like):
         return None
     found: dict[str, StateSpec] = {}
-    for name, value in state.items():
+    for name, value in (state or {}).items():
         if isinstance(value, torch.Tensor):
             away = not value.is_meta and not bool(group.get("fused") or group.get("capturable"))
             found[name] = StateSpec(tuple(value.shape), value.dtype, on_cpu=away)
         else:
             found[name] = StateSpec(None, None, value=value)
     return found
+
+
+def _fails(optimizer: torch.optim.Optimizer, hyper: Mapping[str, Any], like: torch.Tensor) -> bool:
+    """Whether a step without any state is a step that failed (plain SGD has none)."""
+    probe_of = torch.nn.Parameter(torch.zeros((2,) * like.dim(), dtype=like.dtype))
+    probe_of.grad = torch.zeros_like(probe_of)
+    try:
+        probe = type(optimizer)([probe_of], **hyper)
+        probe.step()
+    except Exception:  # noqa: BLE001  (a probe; whatever fails, fails here only)
+        return True
+    return bool(probe.state.get(probe_of))
+
+
+def force_state(view: OptimizerView) -> None:
+    """Let an optimizer make its state by a step without gradients. Before a restore, which puts all values in place."""
+    for param in view.params:
+        if param.requires_grad and param.grad is None:
+            param.grad = torch.zeros_like(param)
+    view.optimizer.step()
+    view.optimizer.zero_grad(set_to_none=True)
 
 
 def state_holdings(view: OptimizerView, params: Mapping[int, Holding], places: Places) -> list[Holding]:

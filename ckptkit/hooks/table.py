@@ -85,7 +85,7 @@ class Table:
             raise UsageError(
                 f"{h.what} is gone: it was registered, but its owner does not have it any more", tensor=h.name
             )
-        if h.role == "param":
+        if h.fenced and h.source is None:
             raise UsageError(
                 f"{h.what} was replaced after it was registered, so the optimizer still updates the old one. Make the optimizer and "
                 "register both after the model is final",

@@ -77,8 +77,13 @@ class NativeFormat(Format):
     header_limit = 90_000_000
 
     def detect(self, store: Store) -> bool:
-        """Whether there is a manifest, or at least a rank file (an unfinished checkpoint)."""
-        return store.exists(NAME) or store.exists(file_name(0))
+        """Whether there is a manifest, or at least a rank file (an unfinished checkpoint).
+
+        Any rank's: where nodes write at their own pace, rank 1's file alone would pass for a whole `model.safetensors`.
+        """
+        if store.exists(NAME) or store.exists(file_name(0)):
+            return True
+        return any(RANK_FILE.fullmatch(path) for path in store.files())
 
     def read(self, store: Store, options: ReadOptions = ReadOptions()) -> Catalog:
         """The catalog, from manifest and index; from the rank files' headers where the index is missing or damaged."""

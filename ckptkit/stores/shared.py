@@ -4,11 +4,13 @@ Such a folder is whole when its marker is there: who writes the marker has made 
 durable, or not at all:
 
 - Local: written under a name of its own (direct I/O where it is worth it), synced, renamed, the folder synced. After a failed sync
-  the file is written again under a new name: the kernel may have dropped its pages, and says "done" the next time.
+  the file is written again under a new name: the kernel may have dropped its pages, and says "done" the next time. What a killed
+  writer left under such a name goes when the file is written again.
 - Remote: one upload, compared afterwards (`ckptkit.stores.uploads`).
 """
 
 import contextlib
+import fcntl
 import os
 import re
 import secrets
@@ -94,10 +96,13 @@ class _Local(SharedFolder):
         temporary = os.path.join(folder, f".{os.path.basename(full)}.{secrets.token_hex(8)}.tmp")
         memory = file_system(folder) in MEMORY_FILE_SYSTEMS
         try:
+            _sweep(folder, os.path.basename(full))
             file = OutFile(
                 temporary, size, direct=self._direct and not memory and size >= 16 * PAGE, memory=memory
             )
             try:
+                with contextlib.suppress(OSError):  # a file system without locks
+                    fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 given = 0
                 for chunk in chunks:
                     if given + chunk.nbytes <= size:
@@ -263,6 +268,20 @@ def _checked(path: str) -> str:
     if not path or path.startswith("/") or ".." in path.split("/") or "\0" in path:
         raise UnsafeError(f"{path!r} is no path inside a folder", file=path)
     return path
+
+
+def _sweep(folder: str, name: str) -> None:
+    """Remove what writers of this file left when they were killed; those that are alive hold a lock."""
+    with os.scandir(folder) as entries:
+        left = [e.path for e in entries if (match := TEMPORARY.fullmatch(e.name)) and match["name"] == name]
+    for path in left:
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+            finally:
+                os.close(fd)
 
 
 def _raise(error: OSError) -> None:

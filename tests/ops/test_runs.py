@@ -36,6 +36,19 @@ def test_the_newest_step_with_a_commit_record_is_taken(tmp_path: Path, small: st
     assert ops.latest(str(tmp_path)) == found.path
 
 
+def test_another_rank_s_file_alone_is_no_whole_model(tmp_path: Path, small: str) -> None:
+    """Nodes write their ranks at their own pace: without rank 0, one safetensors file looked like a folder of Transformers'."""
+    copy(small, *(tmp_path / f"step-{n}" for n in (10, 20)))
+    for file in (tmp_path / "step-20").iterdir():
+        if file.name not in ("rank-00001.safetensors", "index.npz"):
+            file.unlink()
+
+    found = ops.newest(str(tmp_path))
+
+    assert found.path == str(tmp_path / "step-10")
+    assert [(step.state, step.format) for step in found.passed_over] == [("unfinished", "native")]
+
+
 def test_names_are_read_whole_and_as_numbers(tmp_path: Path, small: str) -> None:
     """200 comes after 100 and 9 before 10; what only resembles a step is none."""
     names = ["step-9", "step-10", "step-100", "step-0200"]

@@ -1,5 +1,6 @@
 """Folders that several machines fill: every file appears whole and durable, or not at all."""
 
+import fcntl
 import os
 import threading
 from pathlib import Path
@@ -106,3 +107,16 @@ def test_a_failed_write_leaves_no_temporary(tmp_path: Path) -> None:
         shared_folder(str(tmp_path / "file" / "below")).write_small("a", b"x")
 
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_write_of_that_file_only(tmp_path) -> None:
+    """Else a crash in a drain leaves gigabytes in a step that becomes whole; a writer that is alive keeps its work."""
+    dead, other = (f".{name}.0123456789abcdef.tmp" for name in ("rank", "rank2"))
+    for name in (dead, other, ".rank.fedcba9876543210.tmp"):
+        (tmp_path / name).write_bytes(b"half")
+    with open(tmp_path / ".rank.fedcba9876543210.tmp") as alive:
+        fcntl.flock(alive, fcntl.LOCK_EX)
+
+        shared_folder(str(tmp_path)).write_small("rank", b"whole")
+
+    assert sorted(os.listdir(tmp_path)) == [".rank.fedcba9876543210.tmp", other, "rank"]

@@ -142,6 +142,7 @@ class Calls:
         if not isinstance(lease, Lease):
             raise _refusal(lease)
         self.d.sessions[session.number] = session
+        self.d.watch(owner)
         session.facts["rank"] = join.rank
         writing = fields.get("writing", [])
         for record in self.d.node.table.written_by(owner):  # a `begin` whose answer never reached the rank

@@ -493,7 +493,7 @@ class Daemon:
                 self.metrics.pressure_actions.labels("release").inc()
                 self.tmpfs.release(slot)
             case WatchOwner(owner):
-                self._watch(owner)
+                self.watch(owner)
             case KillOwner(owner):
                 self._kill(owner)
             case DrainVersion(version, slots):
@@ -578,7 +578,8 @@ class Daemon:
             self.saving = saving
             (self.gate.enter if saving else self.gate.leave)()
 
-    def _watch(self, owner: Owner) -> None:
+    def watch(self, owner: Owner) -> None:
+        """Say when this process ends."""
         if owner in self._watched:
             return
         pidfd = self.calls.pidfd(owner)

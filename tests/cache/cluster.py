@@ -15,8 +15,6 @@ import secrets
 import select
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,13 +23,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from ckptkit.cache.client import CacheClient
+from tests.cache.nursery import Child, Nursery
 from tests.cache.proxy import Proxy
 
 SCALE = 0.1
 PATIENCE_S = 60.0
 MIB = 1 << 20
-_HERE = Path(__file__).parent
-_ROOT = _HERE.parent.parent
 
 
 class Failed(AssertionError):
@@ -67,7 +64,7 @@ class Node:
         self.log_path = self.base / "log"
         self.config_path = self.base / "cache.toml"
         self.port = cluster.proxy.add(self.name, self.host)
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Child | None = None
 
     def write_config(self) -> None:
         cluster = self.cluster
@@ -94,11 +91,11 @@ class Node:
         """Start the daemon; it serves when this returns."""
         assert self.process is None or self.process.poll() is not None, f"{self.name} runs already"
         self.write_config()
-        with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "ckptkit", "cache", "serve", "--config", str(self.config_path), *arguments],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=_ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
+        with self.log_path.open("ab") as log, open(os.devnull, "rb") as null:
+            arguments = ("--config", str(self.config_path), *arguments)
+            self.process = Nursery.shared().start(
+                "daemon", arguments, null.fileno(), log.fileno(), log.fileno()
+            )
         if wait:
             self.wait_serving()
 
@@ -236,20 +233,22 @@ class RankProcess:
             **cluster.options, **options,
         }  # fmt: skip
         self._errors = node.base / f"rank-{rank}.err"
+        theirs_in, ours_in = os.pipe()
+        ours_out, theirs_out = os.pipe()
         with self._errors.open("ab") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.cache.trainer", json.dumps(given)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=errors, cwd=_ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
+            self.process = Nursery.shared().start(
+                "rank", [json.dumps(given)], theirs_in, theirs_out, errors.fileno()
+            )
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self._in, self._out = ours_in, ours_out
         self._buffer = b""
         self._due = 1  # answers that were not read; the first says "ready"
         self.member: dict[str, Any] = {}
 
     def tell(self, do: str, **command: Any) -> None:
         """Give a command without waiting for its answer."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **command}).encode() + b"\n")
-        self.process.stdin.flush()
+        os.write(self._in, json.dumps({"do": do, **command}).encode() + b"\n")
         self._due += 1
 
     def answer(self, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
@@ -261,11 +260,10 @@ class RankProcess:
 
     def raw_answer(self, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
         """As `answer`, but an error is an answer."""
-        assert self.process.stdout is not None
         until = time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self.process.stdout], [], [], max(until - time.monotonic(), 0))
-            data = os.read(self.process.stdout.fileno(), 1 << 16) if ready else b""
+            ready, _, _ = select.select([self._out], [], [], max(until - time.monotonic(), 0))
+            data = os.read(self._out, 1 << 16) if ready else b""
             if not data:
                 what = "ended" if ready else "does not answer"
                 raise Failed(
@@ -301,13 +299,12 @@ class RankProcess:
 
     def close(self) -> None:
         """End the process, if it still runs, and close its pipes."""
-        if self.alive:
-            self.process.kill()
+        self.process.kill()
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with suppress(OSError):
-                    pipe.close()
+        for pipe in (self._in, self._out):
+            with suppress(OSError):
+                os.close(pipe)
+        self._in = self._out = -1
 
 
 class Cluster:

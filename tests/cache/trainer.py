@@ -171,7 +171,7 @@ class Rank:
         sources: dict[str, int] = {}
         while True:
             located = self.client.locate(timeout)
-            attempts += 1
+            attempts, why = attempts + 1, ""
             if located is not None:
                 why, sources = self._load(located)
             if self.client.report(not why, why, timeout):

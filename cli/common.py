@@ -134,6 +134,11 @@ def reshard_options(command: F) -> F:
                 show_default=True,
                 help="Compare equal pieces of SRC, or take the first.",
             ),
+            click.option(
+                "--fill-missing",
+                is_flag=True,
+                help="Take chunks that a zarr array lacks as its fill value. A lost file looks the same.",
+            ),
             work_options,
             click.option(
                 "--rename",

@@ -21,13 +21,15 @@ from ckptkit.stores.base import Store
 class ReadOptions:
     """What a user may say about a source that the source does not say, or says wrongly.
 
-    `dequantize` asks for block-scaled weights as float32 values, also where no schema needs them.
+    `dequantize` asks for block-scaled weights as float32 values, also where no schema needs them; `fill_missing` takes chunks that
+    a zarr array lacks as its fill value.
     """
 
     model: Schema | None = None
     layout: Layout | None = None
     config: Mapping[str, Any] | None = None
     dequantize: bool = False
+    fill_missing: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""zarr v3: a group of uncompressed arrays, readable with zarr-python and others.
+"""zarr v3: a group of uncompressed arrays, readable with zarr-python and others. Compressed ones of other writers are read too.
 
     model/<name>/zarr.json, c/0/0 ...                 weights
     optimizer/<role>/<name>/zarr.json, c/0/0 ...      masters and moments
@@ -12,13 +12,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar
 
 import numpy as np
 import xxhash
 
 from ckptkit.core.catalog import NAMED_ROLES, ROLE_CODE, ROLES, Catalog, Entries, Extras, File
-from ckptkit.core.destination import Destination, Written
+from ckptkit.core.destination import Destination, Literal, Written
 from ckptkit.core.dtypes import TABLE
 from ckptkit.core.layouts import Layout
 from ckptkit.core.schema import STATE_ROLES
@@ -33,10 +34,14 @@ from ckptkit.formats.native_manifest import load_json
 from ckptkit.formats.peft_names import known_names
 from ckptkit.formats.stored_keys import sort_keys
 from ckptkit.formats.zarr_arrays import NODE, Array, array_json, parse_array, regions
+from ckptkit.formats.zarr_chunks import FilledChunk
 from ckptkit.formats.zarr_root import Root, node_bytes
-from ckptkit.stores.base import Store
+from ckptkit.formats.zarr_shards import shard_index
+from ckptkit.stores.base import Store, Virtual
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]|^\.|^__")
+_INNER = 16 << 20
+"""Bytes of a chunk at most, unless a row has more: what other readers fetch and hold at once."""
 _LONGEST = 255
 """Bytes of a file's name in most file systems."""
 
@@ -87,6 +92,8 @@ class ZarrFormat(Format):
         paths = [path for path in store.files() if path.rpartition("/")[2] != NODE and "/" in path]
         sizes = dict(zip(paths, map(store.size, paths), strict=True))
         number: dict[str, int] = {}
+        derived: dict[str, Virtual] = {}
+        filled = 0
         locals_ = Locals()
         table = []
         for one in held:
@@ -98,7 +105,11 @@ class ZarrFormat(Format):
             if 0 in array.shape:
                 file = number.setdefault(f"{array.path}/{NODE}", len(number))
                 table.append((file, locals_.whole(item), role, array.dtype.code, 0, 0, 0))
-            for region in regions(store, array, sizes):
+            # What we wrote has every chunk, and their digests.
+            for region in regions(store, array, sizes, options.fill_missing and root is None):
+                if region.virtual is not None:
+                    derived[region.file] = region.virtual
+                    filled += isinstance(region.virtual, FilledChunk)
                 file = number.setdefault(region.file, len(number))
                 local, first, last = locals_.chunk(item, region.start, region.sizes, region.strides)
                 table.append((file, local, role, array.dtype.code, first, last, region.offset))
@@ -107,13 +118,16 @@ class ZarrFormat(Format):
             extras = Extras(dict(root.common), dict(root.by_coordinate), list(root.by_sample))
             facts = dict(root.facts)
         extras.files = files
-        listed = [File(path, sizes[path] if path in sizes else store.size(path), 0, 0) for path in number]
+        if filled:
+            warnings.append(f"{filled} chunks are not there and were taken as their arrays' fill values")
+        listed = [File(path, _size(store, path, sizes, derived), 0, 0) for path in number]
+        identities = {path: store.identity(path) for path in [NODE, *number] if path not in derived}
         return Catalog(
             format=self.name, where=store.url, tensors=bound.tensors, locals=locals_.items, files=listed,
             entries=Entries(*np.asarray(table, np.int64).reshape(-1, 7).T), layout=Layout(), model=bound.model, names=bound.family,
             extras=extras, facts={**facts, "warnings": warnings},
             leaves=(lambda k: root.leaves(listed[k].path, listed[k].size)) if root is not None else None,
-            identities={path: store.identity(path) for path in [NODE, *number]},
+            identities=identities | {path: one.identity(store.identity) for path, one in derived.items()}, derived=derived,
         )  # fmt: skip
 
     def problems(self, store: Store, catalog: Catalog) -> Iterable[CkptError]:
@@ -129,7 +143,7 @@ class ZarrFormat(Format):
                 yield error
 
     def lay_out(self, shards: Catalog, options: WriteOptions = WriteOptions()) -> Destination:
-        """Whole arrays; one that is larger than `max_shard_size` is cut between rows, in chunks of equal size."""
+        """Whole arrays; large ones are cut between rows into shards of at most `max_shard_size`, of inner chunks of equal size."""
         entries = shards.entries
         sizes = np.asarray([item.size for item in shards.locals], np.int64)
         if shards.layout is not None and shards.layout.world != 1:
@@ -141,25 +155,30 @@ class ZarrFormat(Format):
         files: list[File] = []
         nodes: dict[str, bytes] = {}
         rows: list[tuple[int, int, int, int, int, int]] = []
+        literals: dict[int, Sequence[Literal]] = {}
         for k in np.lexsort((entries.local, entries.role)).tolist():
             item, dtype = shards.locals[int(entries.local[k])], TABLE[entries.dtype[k]]
             role = ROLES[entries.role[k]]
             path = _path(item.key, role)
-            chunk = tuple(max(n, 1) for n in item.shape)
-            row = dtype.itemsize * int(np.prod(chunk[1:], dtype=object))
-            if chunk and row * chunk[0] > options.max_shard_size:
-                chunk = (max(1, options.max_shard_size // row), *chunk[1:])
+            chunk, inner = _grid(item.shape, dtype.itemsize, options.max_shard_size)
             ours = {"dtype": dtype.name, "name": item.key, "role": role if role in STATE_ROLES else "param"}
-            nodes[f"{path}/{NODE}"] = node_bytes(array_json(item.shape, dtype, chunk, ours))
+            nodes[f"{path}/{NODE}"] = node_bytes(array_json(item.shape, dtype, chunk, inner, ours))
             code = int(entries.local[k]), int(entries.role[k]), int(entries.dtype[k])
             if item.size == 0:
                 rows.append((-1, *code, 0, 0))
                 continue
-            step = row // dtype.itemsize * chunk[0] if chunk else 1
+            step, part = prod(chunk), prod(inner)
             for number, first in enumerate(range(0, item.size, step)):
                 key = "/".join(["c", str(number), *["0"] * (len(chunk) - 1)]) if chunk else "c"
-                rows.append((len(files), *code, first, min(first + step, item.size)))
-                files.append(File(f"{path}/{key}", step * dtype.itemsize, 0, 0))
+                last = min(first + step, item.size)
+                rows.append((len(files), *code, first, last))
+                held = -(-(last - first) // part) if inner != chunk else step // part
+                nbytes = held * part * dtype.itemsize
+                if inner != chunk:
+                    index = shard_index(step // part, held, part * dtype.itemsize)
+                    literals[len(files)] = [Literal(nbytes, index)]
+                    nbytes += len(index)
+                files.append(File(f"{path}/{key}", nbytes, 0, 0))
         table = np.asarray(rows, np.int64).reshape(-1, 6)
         if len(table) and not files:  # nothing has bytes, but entries have a file
             files.append(File(f"{next(iter(nodes)).removesuffix(NODE)}c/0", 0, 0, 0))
@@ -180,12 +199,29 @@ class ZarrFormat(Format):
             yield from small.items()
             yield NODE, root.to_bytes(written)
 
-        return Destination(catalog=catalog, digests=True, finish=finish)
+        return Destination(catalog=catalog, literals=literals, digests=True, finish=finish)
+
+
+def _size(store: Store, path: str, sizes: Mapping[str, int], derived: Mapping[str, Virtual]) -> int:
+    if path in derived:
+        return derived[path].nbytes
+    return sizes[path] if path in sizes else store.size(path)
 
 
 def _parents(nodes: Mapping[str, bytes]) -> set[str]:
     """Folders that are arrays, not groups."""
     return {path.rpartition("/")[0] for path in nodes}
+
+
+def _grid(shape: tuple[int, ...], itemsize: int, largest: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of files, and that of the chunks in them: some rows each."""
+    whole = tuple(max(n, 1) for n in shape)
+    row = itemsize * prod(whole[1:])
+    if not whole or row * whole[0] <= min(_INNER, largest):
+        return whole, whole
+    inner = max(1, min(_INNER, largest) // row)
+    files = -(-whole[0] // inner) if row * whole[0] <= largest else max(1, largest // row // inner)
+    return (files * inner, *whole[1:]), (inner, *whole[1:])
 
 
 def _path(key: str, role: str) -> str:

@@ -202,7 +202,7 @@ class Replication:
             return [self._answer(offer, "have" if held.digest == shard.digest else "full")]
         if any(r.state == "WRITING" and r.version == shard.version and r.rank == shard.rank for r in table):
             return [self._answer(offer, "pulling")]
-        slot = None if self._pressure else table.pick(REPLICA, record)
+        slot = None if self._pressure else table.pick_replica(shard.version, record)
         if slot is None:
             return [self._answer(offer, "full")]
         return [*self._pull(slot, shard, (offer.node, *self._sources(shard))), self._answer(offer, "pulling")]
@@ -259,8 +259,10 @@ class Replication:
             ]
             if found or node.table.find(decision.version, rank) is not None:
                 continue
-            lane = own_lane(own.index(rank)) if decision.world == epoch.world else REPLICA
-            slot = node.table.pick(lane, node.record)
+            if decision.world == epoch.world:
+                slot = node.table.pick(own_lane(own.index(rank)), node.record)
+            else:
+                slot = node.table.pick_replica(decision.version, node.record)
             if slot is not None:
                 shard = Shard(
                     decision.version, rank, decision.world, decision.index_hash, 0, decision.digests[rank]

@@ -90,6 +90,16 @@ class SlotTable:
                     oldest = (found.version, slot)
         return None if oldest is None else oldest[1]
 
+    def pick_replica(self, version: Version, record: Record | None) -> int | None:
+        """A slot for a copy of another node's shard.
+
+        One version takes at most half of the lane: `keep` and `cand` both find room, also where placement changed in between and old
+        copies lie beside new ones.
+        """
+        lane = self.lanes.get(REPLICA, ())
+        taken = sum(self._records[slot].version == version for slot in lane)
+        return self.pick(REPLICA, record) if 2 * taken < len(lane) else None
+
     def view(self, slot: int, record: Record | None) -> str:
         """The state for people: `SEALED` is told apart as COMMITTED, DRAINED or EVICTABLE by the record."""
         found = self._records[slot]

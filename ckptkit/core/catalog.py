@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +75,15 @@ class Checksum:
     stop: int
     crc32: int
     what: str
+
+
+class Derived(Protocol):
+    """A file that exists only while it is read."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def identity(self, of: Callable[[str], str]) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +244,7 @@ class Catalog:
         facts: Mapping[str, Any] | None = None,
         leaves: Callable[[int], Leaves | None] | None = None,
         identities: Mapping[str, str] | None = None,
-        derived: Mapping[str, Scaled] | None = None,
+        derived: Mapping[str, Derived] | None = None,
     ) -> None:
         self.format = format
         self.where = where

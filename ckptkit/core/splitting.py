@@ -38,7 +38,7 @@ def split_adapters(catalog: Catalog, tensors: set[str]) -> Catalog:
     return Catalog(
         format=catalog.format, where=catalog.where, tensors=model.tensors, locals=locals_, files=catalog.files, entries=taken,
         layout=catalog.layout, model=model, names=catalog.names, extras=lambda: catalog.extras, facts=catalog.facts,
-        leaves=catalog.leaves, identities=catalog.identities,
+        leaves=catalog.leaves, identities=catalog.identities, derived=catalog.derived,
     )  # fmt: skip
 
 

@@ -10,11 +10,11 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.core.catalog import ITEMSIZE, Scaled
+from ckptkit.core.catalog import ITEMSIZE, Derived, Scaled
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.engine.convert import convert
 from ckptkit.errors import FormatError
-from ckptkit.stores.base import Reader, Store
+from ckptkit.stores.base import Reader, Store, Virtual
 
 _FLOAT32 = BY_NAME["float32"].code
 _AT_ONCE = 1 << 18  # elements that are made at a time
@@ -28,7 +28,7 @@ class DerivedStore(Store):
         derived: By path of the virtual file.
     """
 
-    def __init__(self, store: Store, derived: Mapping[str, Scaled]) -> None:
+    def __init__(self, store: Store, derived: Mapping[str, Derived]) -> None:
         self._store, self._derived = store, dict(derived)
         self.url, self.parallel = store.url, store.parallel
 
@@ -49,7 +49,9 @@ class DerivedStore(Store):
 
     def open(self, path: str) -> Reader:
         found = self._derived.get(path)
-        return self._store.open(path) if found is None else _ScaledReader(self._store, path, found)
+        if isinstance(found, Scaled):
+            return _ScaledReader(self._store, path, found)
+        return found.open(self._store, path) if isinstance(found, Virtual) else self._store.open(path)
 
     def local_path(self, path: str) -> str | None:
         return None if path in self._derived else self._store.local_path(path)

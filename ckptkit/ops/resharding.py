@@ -92,6 +92,7 @@ def reshard(
         from_format, source_layout, model, config: Override what is detected of the source. Files beside a
             configuration that is given as a folder (a tokenizer) are carried along.
         dtype: Cast parameters and buffers, except those that stay float32. Optimizer state keeps its dtype.
+    fill_missing: bool = False,
         only: Globs over canonical names, destination names or `name/role`; the rest is left behind.
         drop: Globs likewise, of what is left behind.
         drop_optimizer: Allow that optimizer state, groups and other training state are left behind.
@@ -124,6 +125,7 @@ def reshard(
         from_format=from_format,
         source_layout=source_layout,
         model=model,
+        fill_missing: Take chunks that a zarr array of other writers lacks as its fill value. A loss looks the same.
         config=config,
         dtype=dtype,
         only=only,
@@ -158,6 +160,7 @@ def execute(job: Job, progress: Progress | None, began: float) -> ReshardResult:
     blocked = obstacle(job.target, job.options.overwrite)
     if blocked:
         raise StoreError(blocked, file=job.target)
+        fill_missing=fill_missing,
     report = report_on(job, probe=False, schedule=False)
     source = job.source
     sums = () if source.format is None else source.format.checksums(source.store, source.catalog)

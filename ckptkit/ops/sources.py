@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit import models, stores
-from ckptkit.core.catalog import Catalog
+from ckptkit.core.catalog import Catalog, Scaled
 from ckptkit.core.layouts import Layout
 from ckptkit.engine.derived import DerivedStore
 from ckptkit.errors import FormatError, StoreError, UsageError
@@ -49,6 +49,7 @@ def open(  # the API's own word for it
     model: str | None = None,
     config: str | Mapping[str, Any] | None = None,
     dequantize: bool = False,
+    fill_missing: bool = False,
 ) -> Source:
     """Open a checkpoint for reading: headers and metadata only.
 
@@ -59,6 +60,7 @@ def open(  # the API's own word for it
         config: A model configuration (or the folder or file that holds one) where the checkpoint has none.
         dequantize: Take block-scaled weights (float8 with `_scale_inv`) as the float32 values they stand for. Of models
             with a schema they always are.
+        fill_missing: Take chunks that a zarr array lacks as its fill value, as zarr does: a loss looks the same.
 
     Raises:
         UsageError: the URL's scheme, the format or the model is not known, or a run has no such step.
@@ -70,6 +72,7 @@ def open(  # the API's own word for it
         layout=Layout.parse(layout) if isinstance(layout, str) else layout,
         config=read_config(config),
         dequantize=dequantize,
+        fill_missing=fill_missing,
     )
     known = registry.by_name(format) if format is not None else None
     path, notes = resolve(url, known)
@@ -79,7 +82,9 @@ def open(  # the API's own word for it
     catalog = found.read(store, options)
     if catalog.derived:
         store = DerivedStore(store, catalog.derived)
-        notes.append(f"{len(catalog.derived)} block-scaled weights are read as the float32 values they stand for")
+        scaled = sum(isinstance(one, Scaled) for one in catalog.derived.values())
+        if scaled:
+            notes.append(f"{scaled} block-scaled weights are read as the float32 values they stand for")
     return Source(path, store, found, catalog, notes)
 
 

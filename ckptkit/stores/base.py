@@ -5,7 +5,7 @@ Paths are relative to the checkpoint's root, with `/` between folders. A store n
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -87,3 +87,20 @@ class Store(ABC):
     def local_path(self, path: str) -> str | None:
         """The file's path in the local file system where it has one (for links and copies in the kernel)."""
         return None
+
+
+class Virtual(ABC):
+    """A file that exists only while it is read: made of others (`ckptkit.engine.derived`)."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Its size."""
+
+    @abstractmethod
+    def identity(self, of: Callable[[str], str]) -> str:
+        """As `Store.identity`, from that of the files that it is made of."""
+
+    @abstractmethod
+    def open(self, store: Store, path: str) -> Reader:
+        """Read it. `store` holds what it is made of; `path` is its own name, for messages."""

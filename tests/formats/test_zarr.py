@@ -2,19 +2,22 @@
 
 import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ckptkit import ops
 from ckptkit.core.dtypes import dtype_named
-from ckptkit.errors import CorruptionError, FormatError, ShardMissingError, UnsafeError
-from ckptkit.formats.base import WriteOptions
+from ckptkit.errors import CorruptionError, FormatError, ShardMissingError, UnsafeError, UsageError
+from ckptkit.formats.base import ReadOptions, WriteOptions
 from ckptkit.formats.reference import Truth, gather, same, stored_truth, write
+from ckptkit.formats.registry import detect
 from ckptkit.formats.suite import FormatSuite
-from ckptkit.formats.zarr_arrays import crc32c
 from ckptkit.formats.zarr_root import Root
+from ckptkit.formats.zarr_shards import crc32c
 from ckptkit.formats.zarr_v3 import ZarrFormat
 from ckptkit.stores.local import LocalStore
 
@@ -153,8 +156,9 @@ def test_a_known_checksum_is_computed() -> None:
 @pytest.mark.parametrize(
     ("codecs", "more", "told"),
     [
-        ([BYTES, {"name": "zstd", "configuration": {}}], {}, "codecs zstd.*compressors=None"),
-        ([{"name": "bytes", "configuration": {"endian": "big"}}], {}, "little-endian"),
+        ([], {}, "codecs"),
+        ([{"name": "sharding_indexed", "configuration": {"chunk_shape": [2, 2], "codecs": [
+            {"name": "sharding_indexed", "configuration": {}}], "index_codecs": [BYTES]}}, ], {}, "hold shards"),
         ([BYTES], {"chunk_grid": {"name": "rectangular", "configuration": {}}}, "rectangular"),
         ([BYTES], {"data_type": "string"}, "'string' is no element type"),
         ([BYTES], {"attributes": {"ckptkit": {"dtype": "bfloat16"}}}, "'bfloat16' cannot be stored as float32"),
@@ -162,11 +166,77 @@ def test_a_known_checksum_is_computed() -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_region_is_refused(codecs: list[Any], more: Any, told: str, tmp_path: Path) -> None:
-    """Compression and what else hides a tensor's bytes is told by name, with what to do."""
+    """What hides a tensor's bytes is told by name, with what to do."""
     array(tmp_path, [2, 2], [2, 2], codecs, **more)
 
     with pytest.raises(FormatError, match=told):
         weights(tmp_path)
+
+
+@pytest.mark.skipif(find_spec("zarr") is not None, reason="zarr is installed")
+@pytest.mark.parametrize("codec", [{"name": "zstd", "configuration": {}}, "gzip"])
+def test_compressed_arrays_need_zarr(codec: Any, tmp_path: Path) -> None:
+    """Before anything is read: which codec, and what to install."""
+    array(tmp_path, [2, 2], [2, 2], [BYTES, codec])
+
+    with pytest.raises(UsageError, match=r"bytes, (zstd|gzip).*ckptkit\[zarr\].*compressors=None"):
+        weights(tmp_path)
+
+
+def filled(root: Path, to: Path) -> np.ndarray:
+    """The weights of a sparse array, taken as whole, through a conversion."""
+    source = ops.open(str(root), fill_missing=True)
+    assert any("taken as their arrays' fill values" in text for text in source.catalog.facts["warnings"])
+    ops.reshard(str(root), str(to), to="native", layout="dp=2,zero=3", fill_missing=True)
+    return gather(to, detect(LocalStore(to)).read(LocalStore(to)))["w", "param"].view(np.float32)
+
+
+@pytest.mark.parametrize("value", [7.5, "NaN", "-Infinity", "0x3f800001", 0])
+def test_missing_chunks_are_the_fill_value_where_one_says_so(value: Any, tmp_path: Path) -> None:
+    """Asked for, what zarr leaves out is what zarr gives for it, in chunks that cut every axis and reach past the edge."""
+    values = grid_of_5_by_6(tmp_path / "a")
+    node = json.loads((tmp_path / "a/w/zarr.json").read_text())
+    put(tmp_path / "a/w/zarr.json", {**node, "fill_value": value})
+    for path in ("c/1/0", "c/2/1"):
+        (tmp_path / "a/w" / path).unlink()
+
+    found = filled(tmp_path / "a", tmp_path / "b")
+
+    one = (
+        np.uint32(0x3F800001).view(np.float32)
+        if value == "0x3f800001"
+        else np.float32(str(value).replace("Infinity", "inf"))
+    )
+    values[2:4, :4] = values[4:, 4:] = one
+    assert found.tobytes() == values.tobytes()
+
+
+def test_missing_inner_chunks_are_the_fill_value_where_one_says_so(tmp_path: Path) -> None:
+    """In shards the index says what is absent."""
+    values = shard(tmp_path / "a", absent=True)
+
+    values[:2, 2:] = 0
+    assert np.array_equal(filled(tmp_path / "a", tmp_path / "b"), values)
+
+
+@pytest.mark.parametrize("value", ["seven", None, True, [0, 0]])
+def test_a_fill_value_of_another_type_is_refused(value: Any, tmp_path: Path) -> None:
+    grid_of_5_by_6(tmp_path)
+    node = json.loads((tmp_path / "w/zarr.json").read_text())
+    put(tmp_path / "w/zarr.json", {**node, "fill_value": value})
+    (tmp_path / "w/c/1/0").unlink()
+
+    with pytest.raises(FormatError, match="fill value"):
+        ZarrFormat().read(LocalStore(tmp_path), ReadOptions(fill_missing=True))
+
+
+def test_what_we_wrote_lacks_nothing(tmp_path: Path) -> None:
+    """All chunks of a checkpoint of ours are listed with their digests: one that is gone was lost, whatever is asked."""
+    write(ZarrFormat(), stored_truth({"w": ((5, 4), FLOAT32)}), tmp_path)
+    (tmp_path / "model/w/c/0/0").unlink()
+
+    with pytest.raises(ShardMissingError):
+        ZarrFormat().read(LocalStore(tmp_path), ReadOptions(fill_missing=True))
 
 
 def test_bfloat16_of_other_writers_is_read(tmp_path: Path) -> None:
@@ -185,6 +255,24 @@ def test_large_arrays_are_cut_between_rows(tmp_path: Path) -> None:
 
     chunks = {p.name: p for p in (tmp_path / "model/w/c").iterdir()}
     assert {name: (path / "0").stat().st_size for name, path in chunks.items()} == {"0": 32, "1": 32, "2": 32}
+    same(gather(tmp_path, ZarrFormat().read(LocalStore(tmp_path))), truth.values)
+
+
+def test_larger_arrays_are_shards_of_inner_chunks(tmp_path: Path) -> None:
+    """Rows of 8 MiB: two to an inner chunk of 16 MiB, some of these in a file with their index, the last file shorter."""
+    values = np.zeros((5, 1 << 21), np.uint32)
+    values[:, 0] = np.arange(5)
+    truth = stored_truth({"w": (values.shape, FLOAT32)})
+    truth.values["w", "param"] = values
+
+    write(ZarrFormat(), truth, tmp_path, options=WriteOptions(max_shard_size=36 << 20))
+
+    node = json.loads((tmp_path / "model/w/zarr.json").read_text())
+    assert node["chunk_grid"]["configuration"]["chunk_shape"] == [4, 1 << 21]
+    [codec] = node["codecs"]
+    assert codec["name"] == "sharding_indexed" and codec["configuration"]["chunk_shape"] == [2, 1 << 21]
+    sizes = {p.parent.name: p.stat().st_size for p in (tmp_path / "model/w/c").glob("*/0")}
+    assert sizes == {"0": (32 << 20) + 36, "1": (16 << 20) + 36}
     same(gather(tmp_path, ZarrFormat().read(LocalStore(tmp_path))), truth.values)
 
 

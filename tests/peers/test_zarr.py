@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptkit import ops
 from ckptkit.core.dtypes import TABLE, dtype_named
-from ckptkit.errors import FormatError, ShardMissingError
+from ckptkit.errors import CorruptionError, ShardMissingError
 from ckptkit.formats.base import WriteOptions
 from ckptkit.formats.reference import gather, random_truth, stored_truth, toy, write
 from ckptkit.formats.registry import detect
@@ -51,15 +52,79 @@ def test_what_zarr_writes_is_read(shape: Any, dtype: str, how: Any, tmp_path: Pa
     assert array.shape == shape and array.tobytes() == values.tobytes()
 
 
-def test_compression_and_left_out_chunks_are_refused(tmp_path: Path) -> None:
-    """zarr's default codec, and an all-zero chunk that it leaves out."""
-    save(tmp_path / "a", (4, 4), "float32", compressors="auto")
-    with pytest.raises(FormatError, match="zstd"):
+def through_native(root: Path, to: Path, **options: Any) -> np.ndarray:
+    """The weights, read through a conversion into another layout."""
+    ops.reshard(str(root), str(to), to="native", layout="dp=2,zero=3", **options)
+    [array] = gather(to, detect(LocalStore(to)).read(LocalStore(to))).values()
+    return array
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"compressors": "auto"},
+        {"compressors": [zarr.codecs.BloscCodec(cname="lz4", shuffle="shuffle")]},
+        {"compressors": [zarr.codecs.GzipCodec(level=5), zarr.codecs.Crc32cCodec()]},
+        {"filters": [zarr.codecs.TransposeCodec(order=(1, 0))]},
+        {"serializer": zarr.codecs.BytesCodec(endian="big")},
+        {"shards": (4, 6), "compressors": "auto"},
+    ],
+    ids=["zstd", "blosc", "gzip and crc32c", "transposed", "big-endian", "shards"],
+)
+def test_compressed_arrays_are_read(how: dict[str, Any], tmp_path: Path) -> None:
+    """What a chunk went through does not matter: zarr decodes it, and every element arrives."""
+    values = save(tmp_path / "a", (7, 9), "float32", chunks=(2, 3), **how)
+
+    assert through_native(tmp_path / "a", tmp_path / "b").tobytes() == values.tobytes()
+
+
+def test_damage_to_a_compressed_chunk_is_told(tmp_path: Path) -> None:
+    """A chunk that its codec cannot decode names its file; nothing is written."""
+    save(
+        tmp_path / "a",
+        (7, 9),
+        "float32",
+        chunks=(7, 9),
+        compressors=[zarr.codecs.GzipCodec(), zarr.codecs.Crc32cCodec()],
+    )
+    path = tmp_path / "a/layer/w/c/0/0"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+    with pytest.raises(CorruptionError, match="layer/w/c/0/0 cannot be decoded"):
+        through_native(tmp_path / "a", tmp_path / "b")
+
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("how", [{}, {"shards": (4, 6)}, {"compressors": "auto", "shards": (4, 6)}])
+def test_what_zarr_left_out_is_read_as_zarr_does_when_asked(how: dict[str, Any], tmp_path: Path) -> None:
+    """Chunks that equal the fill value have no file: an error, or on request the value that zarr gives for them."""
+    group = zarr.open_group(tmp_path / "a", mode="w")
+    held = group.create_array(
+        "w", shape=(8, 9), chunks=(2, 3), dtype="float32", fill_value=2.5, **{"compressors": None, **how}
+    )
+    held[:2] = 1.0
+    held[5, 7] = 3.0
+    with pytest.raises(ShardMissingError, match="--fill-missing"):
         ZarrFormat().read(LocalStore(tmp_path / "a"))
-    save(tmp_path / "b", (4, 4), "float32", chunks=(2, 4))
-    zarr.open_group(tmp_path / "b")["layer/w"][:2] = 0
-    with pytest.raises(ShardMissingError, match="layer/w/c/0/0"):
-        ZarrFormat().read(LocalStore(tmp_path / "b"))
+
+    found = through_native(tmp_path / "a", tmp_path / "b", fill_missing=True)
+
+    assert found.tobytes() == np.asarray(held[...]).tobytes()
+
+
+def test_zarr_reads_shards_that_we_write(tmp_path: Path) -> None:
+    """Large arrays are shards of inner chunks, of which zarr reads a part without the rest; the last reaches past the edge."""
+    truth = stored_truth({"w": ((5, 1 << 21), dtype_named("float32"))})
+
+    write(ZarrFormat(), truth, tmp_path, options=WriteOptions(max_shard_size=36 << 20))
+
+    array = zarr.open_group(tmp_path, mode="r")["model/w"]
+    assert array.shards == (4, 1 << 21) and array.chunks == (2, 1 << 21)
+    assert np.asarray(array[...]).tobytes() == truth.values["w", "param"].tobytes()
+    assert np.asarray(array[3, 7:9]).tobytes() == truth.values["w", "param"][3, 7:9].tobytes()
 
 
 @pytest.mark.parametrize("shape", [(), (0, 5), (5, 3)])

@@ -62,9 +62,9 @@ class Options:
     fingerprint: bool | None = None
     rename: str | Mapping[str, str] | None = None
     rename_back: str | Mapping[str, str] | None = None
+    fill_missing: bool = False
 
     def __post_init__(self) -> None:
-    fill_missing: bool = False
         if self.replicas not in ("check", "first"):
             raise UsageError(
                 f"replicas={self.replicas!r}: choose check (compare equal pieces) or first (take the first)"
@@ -117,11 +117,11 @@ def prepare(src: str, dst: str, options: Options) -> Job:
         model=options.model,
         config=options.config,
         dequantize=options.dtype is not None,
+        fill_missing=options.fill_missing,
     )
     rules = options.rename if options.rename is not None else options.rename_back
     if rules is not None:
         source = renamed(source, read_rules(rules, back=options.rename is None))
-        fill_missing=options.fill_missing,
     return prepare_source(source, dst, options, open(options.like) if options.like else None)
 
 

@@ -78,6 +78,7 @@ def reshard(
     fingerprint: bool | None = None,
     rename: str | Mapping[str, str] | None = None,
     rename_back: str | Mapping[str, str] | None = None,
+    fill_missing: bool = False,
     progress: Progress | None = None,
 ) -> ReshardResult:
     """Write the checkpoint at `src` to `dst` in another format, layout or family of names.
@@ -92,7 +93,6 @@ def reshard(
         from_format, source_layout, model, config: Override what is detected of the source. Files beside a
             configuration that is given as a folder (a tokenizer) are carried along.
         dtype: Cast parameters and buffers, except those that stay float32. Optimizer state keeps its dtype.
-    fill_missing: bool = False,
         only: Globs over canonical names, destination names or `name/role`; the rest is left behind.
         drop: Globs likewise, of what is left behind.
         drop_optimizer: Allow that optimizer state, groups and other training state are left behind.
@@ -108,6 +108,7 @@ def reshard(
             destination is no file system in memory, since they cost about half as much CPU time as all the rest.
         rename, rename_back: Rules for names of a model without a schema (`ckptkit.ops.renaming`): a file, or pattern to name;
             read from left to right, or from right to left.
+        fill_missing: Take chunks that a zarr array of other writers lacks as its fill value. A loss looks the same.
         progress: Called with bytes done and in all.
 
     Raises:
@@ -125,7 +126,6 @@ def reshard(
         from_format=from_format,
         source_layout=source_layout,
         model=model,
-        fill_missing: Take chunks that a zarr array of other writers lacks as its fill value. A loss looks the same.
         config=config,
         dtype=dtype,
         only=only,
@@ -142,6 +142,7 @@ def reshard(
         fingerprint=fingerprint,
         rename=rename,
         rename_back=rename_back,
+        fill_missing=fill_missing,
     )
     began = time.monotonic()
     job = prepare(src, dst, options)
@@ -160,7 +161,6 @@ def execute(job: Job, progress: Progress | None, began: float) -> ReshardResult:
     blocked = obstacle(job.target, job.options.overwrite)
     if blocked:
         raise StoreError(blocked, file=job.target)
-        fill_missing=fill_missing,
     report = report_on(job, probe=False, schedule=False)
     source = job.source
     sums = () if source.format is None else source.format.checksums(source.store, source.catalog)

@@ -1,0 +1,122 @@
+"""Where explorations start: small clusters brought by a fair schedule to a state in which much can go wrong."""
+
+from collections.abc import Callable
+
+from ckptkit.cache import events as ev
+from ckptkit.cache.messages import Record
+from ckptkit.cache.settings import Settings
+from tests.cache.explore import SETTINGS
+from tests.cache.world import World
+
+
+def fair(world: World, until: Callable[[World], bool], rounds: int = 60) -> None:
+    """Let everything happen in order until a condition holds. Ranks act in turn, one step each a round."""
+    for _ in range(rounds):
+        slowest = min((p.step for p in world.processes if p.alive), default=0)
+        for process in list(world.processes):
+            for (action,) in list(world.actions(process)):
+                if not until(world) and (action != "begin" or process.step == slowest):
+                    world.act(process, action)
+        for _ in range(30):
+            if until(world):
+                return
+            for name, host in world.hosts.items():
+                for op in list(host.ops):
+                    if op in host.ops and not until(world):
+                        world.finish(name, op)
+            while world.bag and not until(world):
+                world.deliver(*world.bag.pop(0))
+        for name, host in world.hosts.items():
+            if not until(world):
+                world.handle(name, ev.Tick())
+                if host.coordinator is not None:
+                    world.handle(name, ev.Tick(), coordinator=True)
+    raise AssertionError("the scenario was not reached")
+
+
+def record(world: World) -> Record | None:
+    """The record of the newest epoch's coordinator."""
+    for host in world.hosts.values():
+        stored = host.disk.coordinator
+        if stored is not None and stored.epoch == world.epochs and stored.record is not None:
+            return stored.record
+    return None
+
+
+def all_train(world: World) -> bool:
+    return all(p.trained for p in world.processes if p.alive)
+
+
+def cluster(hosts: int, ranks: int, own: int = 2, copies: int = 1, settings: Settings = SETTINGS) -> World:
+    """A cluster whose ranks are about to begin their first save."""
+    world = World(hosts, ranks, own, copies, settings, as_set=True)
+    world.new_epoch(list(world.hosts))
+    fair(world, all_train)
+    world.bag.clear()
+    return world
+
+
+def saving(hosts: int, ranks: int, own: int = 2) -> World:
+    """Every rank is writing its first save."""
+    world = cluster(hosts, ranks, own)
+    for process in world.processes:
+        world.act(process, "begin")
+    return world
+
+
+def copying(hosts: int, ranks: int, own: int = 2) -> World:
+    """The first save is committed and not yet copied."""
+    world = cluster(hosts, ranks, own)
+    fair(world, lambda w: (r := record(w)) is not None and r.cand is not None)
+    return world
+
+
+def replicated(hosts: int, ranks: int, own: int = 2) -> World:
+    """The first save has its copies; the second is about to begin."""
+    world = cluster(hosts, ranks, own)
+    fair(world, lambda w: (r := record(w)) is not None and r.keep is not None)
+    fair(world, lambda w: not w.bag and all(h.node.record == record(w) for h in w.hosts.values() if h.node))
+    return world
+
+
+def second_copying(hosts: int, ranks: int, own: int = 3) -> World:
+    """The first save has its copies; the second is committed; the third is about to begin."""
+    world = replicated(hosts, ranks, own)
+    keep = record(world)
+    fair(world, lambda w: (r := record(w)) is not None and keep is not None and r.newest != keep.newest)
+    return world
+
+
+def draining(hosts: int, ranks: int) -> World:
+    """The first save is being written to durable storage."""
+    world = cluster(hosts, ranks, 2, settings=Settings(**{**_plain(SETTINGS), "drain_every": 1}))
+    fair(world, lambda w: (r := record(w)) is not None and r.drain is not None)
+    return world
+
+
+def restarting(hosts: int, ranks: int, own: int = 2, zombies: int = 0) -> World:
+    """A save has its copies, the next one is under way, and the job starts again."""
+    world = replicated(hosts, ranks, own)
+    for process in world.processes:
+        if process.step not in process.slots:
+            world.act(process, "begin")
+    world.act(world.processes[-1], "seal")
+    world.new_epoch(list(world.hosts), zombies=zombies)
+    world.bag.clear()
+    return world
+
+
+def split_brain() -> World:
+    """Two incarnations took the same epoch on different nodes and saved the same step; the job starts again on both nodes."""
+    world = World(2, 2, 2, 0, SETTINGS, as_set=True)
+    for name in world.hosts:
+        world.new_epoch([name], zombies=9, number=1)
+        commits = len(world.past.committed) + 1
+        fair(world, lambda w, n=commits: len(w.past.committed) == n)
+    world.new_epoch(list(world.hosts))
+    world.bag.clear()
+    return world
+
+
+def _plain(settings: Settings) -> dict[str, float]:
+    return {name: getattr(settings, name) for name in Settings.__dataclass_fields__}

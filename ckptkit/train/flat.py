@@ -21,6 +21,10 @@ from ckptkit.train.held import Holding
 from ckptkit.train.parallel import Group
 
 
+ALIGNED = 16
+"""Elements; the start of a parameter is a multiple of it where it can be, as fast matrix products and compilers want it."""
+
+
 @dataclass(frozen=True)
 class Run:
     """Elements [first, last) of a local tensor, at `offset` in its owner's section."""
@@ -48,6 +52,10 @@ def sections(items: Sequence[Holding], layout: Layout, ranks: int) -> tuple[list
     for rank, tensor, first, last in sorted(rows):
         runs = found[rank]
         offset = runs[-1].here.stop if runs else 0
+        if (
+            not layout.zero
+        ):  # a tensor cut over two sections must lie in one stretch, so that there nothing is padded
+            offset = -(-offset // ALIGNED) * ALIGNED
         runs.append(Run(items[tensor], first, last, offset))
     # Tensors cut over two ranks must be whole in memory, so that a section that continues in the next is full.
     size = max((runs[-1].here.stop for runs in found if runs), default=0)

@@ -474,6 +474,8 @@ class Checkpointer:
         if self.replicas == "warn":
             return False
         if self.replicas == "outvote" and -1 not in verdict.odd:
+            if set(verdict.odd) <= self._distrusted and not self._replan:
+                return False  # what they hold is not in the file
             self._distrusted |= set(verdict.odd)
             self._replan = True
             return True  # this one holds what the odd rank wrote; the next is taken from the majority

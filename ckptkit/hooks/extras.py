@@ -92,7 +92,7 @@ def rng_state(device: torch.device | None) -> dict[str, Any]:
     """The random generators of this process, as JSON."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
-        kind, keys, at, has, cached = np.random.get_state(legacy=True)  # noqa: NPY002  (the trainer's own global state)
+        kind, keys, at, has, cached = np.random.get_state(legacy=True)
         state["numpy"] = {"kind": kind, "keys": keys, "at": at, "has": has, "cached": cached}
     if device is not None and device.type == "cuda":
         state["device"] = torch.cuda.get_rng_state(device)
@@ -107,7 +107,7 @@ def set_rng_state(plain: Any, device: torch.device | None) -> None:
         torch.set_rng_state(state["torch"])
         if "numpy" in state:
             found = state["numpy"]
-            np.random.set_state(  # noqa: NPY002
+            np.random.set_state(
                 (found["kind"], found["keys"], found["at"], found["has"], found["cached"])
             )
         if "device" in state and device is not None and device.type == "cuda":
@@ -126,7 +126,7 @@ def seed_all(seed: int, step: int, coordinate: str) -> None:
 
     number = xxhash.xxh3_64_intdigest(f"{seed}/{step}/{coordinate}".encode())
     random.seed(number)
-    np.random.seed(number % (1 << 32))  # noqa: NPY002
+    np.random.seed(number % (1 << 32))
     torch.manual_seed(number % (1 << 63))
 
 

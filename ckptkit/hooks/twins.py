@@ -63,7 +63,7 @@ class Twins:
                 at += -(-h.nbytes // 16) * 16
             devices = {part.device for part in parts}
             if parts and len(devices) == 1:
-                plan = PackPlan(parts, starts)
+                plan = PackPlan(parts, starts, leaf_nbytes=_leaf(at))
                 digests = torch.empty(plan.leaf_count, 16, dtype=torch.uint8, device=plan.device)
                 self._sets.append(_Set(one, plan, starts, names, digests))
 
@@ -86,12 +86,23 @@ class Twins:
         details = {
             one.replicas.name: {
                 "leaves": [tables[one.replicas.name][k : k + 16].hex() for k in range(0, len(tables[one.replicas.name]), 16)],
-                "starts": one.starts, "names": one.names,
+                "starts": one.starts, "names": one.names, "leaf": one.plan.leaf_nbytes,
             }
             for one in self._sets if one.replicas.name in suspects
         }  # fmt: skip
         found = meeting.agree(f"{name}/leaves", details, _judge)
         return Verdict(tuple(found["lines"]), tuple(found["odd"]))
+
+
+MOST_LEAVES = 1 << 15
+
+
+def _leaf(nbytes: int) -> int:
+    """Bytes under one digest: as few as 1 KiB where little is shared, so that a tensor can be told from its neighbours."""
+    leaf = 1024
+    while leaf < LEAF and nbytes > leaf * MOST_LEAVES:
+        leaf *= 2
+    return leaf
 
 
 def _suspects(said: Sequence[Any]) -> list[str]:
@@ -124,7 +135,7 @@ def _judge(said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             odd = sorted(rank for rank, one in ranks.items() if one["leaves"][leaf] != winner)
             found.odd.update(odd if decided else [-1])
             if len(found.lines) < 8:
-                low, high = leaf * LEAF, (leaf + 1) * LEAF
+                low, high = leaf * first["leaf"], (leaf + 1) * first["leaf"]
                 inside = [
                     name for name, start, end in zip(first["names"], first["starts"], [*first["starts"][1:], high], strict=True)
                     if start < high and end > low
@@ -134,7 +145,8 @@ def _judge(said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                     f"one of ranks {', '.join(map(str, sorted(ranks)))}"
                 )  # fmt: skip
                 found.lines.append(
-                    f"{who}: leaf {leaf} of what ranks {', '.join(map(str, sorted(ranks)))} share, which holds {', '.join(inside[:3])}{more}"
+                    f"{who}: {', '.join(inside[:3])}{more}, in leaf {leaf} ({first['leaf']} bytes each) of what ranks "
+                    f"{', '.join(map(str, sorted(ranks)))} share"
                 )
     return {"lines": found.lines, "odd": sorted(found.odd)}
 

@@ -1,12 +1,16 @@
 """What ranks do in the tests of distributed saves."""
 
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 
 from ckptkit.hooks import Checkpointer
-from tests.hooks.models import make, whole
+from tests.hooks.models import WIDTH, Net, make, whole
 
 
 def train(
@@ -19,7 +23,7 @@ def train(
     options: dict[str, Any] | None = None,
 ) -> Any:
     """Restore, train up to a number of steps, save; gives the losses, the first step, and the whole state."""
-    net, opt, step = make(kind, rank, world, seed=rank if kind == "tp" and False else 0)
+    net, opt, step = make(kind, rank, world)
     ckpt = Checkpointer(url, cache="off", every=every, busy="wait", timeout_s=30, **(options or {}))
     ckpt.register(model=net, optimizer=opt)
     first = ckpt.restore()
@@ -42,5 +46,146 @@ def steps_in(url: str) -> list[str]:
     return sorted(path.name for path in Path(url).glob("step-*") if (path / "manifest.json").exists())
 
 
-def quiet() -> None:
-    torch.set_num_threads(1)
+def caught(action: Any) -> tuple[str, str, float]:
+    """What an action raises: kind, message, and after how many seconds."""
+    began = time.monotonic()
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001  (given to the test)
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "", "", time.monotonic() - began
+
+
+def late(rank: int, world: int, url: str) -> Any:
+    """The last rank never registers."""
+    net, opt, _ = make("plain", 0, 1)
+    ckpt = Checkpointer(url, cache="off", timeout_s=3)
+    if rank == world - 1:
+        time.sleep(8)
+        return "", "", 0.0
+    return caught(lambda: ckpt.register(model=net, optimizer=opt))
+
+
+def absent(rank: int, world: int, url: str) -> Any:
+    """The last rank makes no Checkpointer at all."""
+    if rank == world - 1:
+        time.sleep(8)
+        return "", "", 0.0
+    return caught(lambda: Checkpointer(url, cache="off", timeout_s=3))
+
+
+def other_model(rank: int, world: int, url: str, what: str) -> Any:
+    """Rank 1 registers something else than the others."""
+    net = Net(WIDTH + 8 if what == "shape" and rank == 1 else WIDTH)
+    if what == "dtype" and rank == 1:
+        net = net.bfloat16()
+    groups: Any = (
+        [{"params": [p]} for p in net.parameters()] if what == "groups" and rank == 1 else net.parameters()
+    )
+    opt = torch.optim.AdamW(groups)
+    return caught(
+        lambda: Checkpointer(
+            url, cache="off", timeout_s=20, every=3 if what == "every" and rank == 1 else 5
+        ).register(model=net, optimizer=opt)
+    )  # fmt: skip
+
+
+def drift(rank: int, world: int, url: str, replicas: str, odd: int) -> Any:
+    """One rank's parameter changes by one bit, as broken memory does; then two saves."""
+    net, opt, step = make("plain", 0, 1)
+    events: list[Any] = []
+    ckpt = Checkpointer(
+        url, cache="off", timeout_s=20, every=1, busy="wait", replicas=replicas, on_event=events.append
+    )
+    ckpt.register(model=net, optimizer=opt)
+    ckpt.restore()
+    step(0)
+    if rank == odd:
+        net.head.weight.data.view(torch.int32)[3, 5] ^= 1 << 22
+    raised = []
+    for number in (1, 2):
+        raised.append(caught(lambda n=number: ckpt.on_step_end(n)))
+        raised.append(caught(ckpt.wait))
+        opt.zero_grad()
+    caught(ckpt.close)
+    return events, raised, net.head.weight.detach().clone()
+
+
+def blocked(rank: int, world: int, url: str) -> Any:
+    """Rank 1 cannot write its file of step 1; step 2 goes well."""
+    net, opt, step = make("plain", 0, 1)
+    ckpt = Checkpointer(url, cache="off", timeout_s=20, every=1, busy="wait")
+    ckpt.register(model=net, optimizer=opt)
+    ckpt.restore()
+    if rank == 0:
+        (Path(url) / "step-00000001.e1" / "rank-00001.safetensors").mkdir(parents=True)
+    torch.distributed.barrier()
+    found = []
+    for number in (0, 1):
+        step(number)
+        ckpt.on_step_end(number + 1)
+        found.append(caught(ckpt.wait))
+    metrics = dict(ckpt.metrics)
+    ckpt.close()
+    return found, metrics
+
+
+def loaders(rank: int, world: int, url: str, first: int, new_data: bool = False) -> Any:
+    """Each rank has a loader at a place of its own."""
+
+    class Loader:
+        at = rank * 7
+
+        def state_dict(self) -> dict[str, int]:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.at = state["at"]
+
+    loader = Loader()
+    net = Net()
+    ckpt = Checkpointer(url, cache="off", timeout_s=20)
+    ckpt.register(model=net, loader=loader)
+    if first:
+        ckpt.restore()
+        ckpt.on_step_end(1)
+        ckpt.save()
+        ckpt.close()
+        return loader.at, float(torch.rand(1))
+    loader.at = -1
+    error = caught(lambda: ckpt.restore(new_data=new_data))
+    ckpt.close()
+    return error, loader.at, float(torch.rand(1))
+
+
+def terminated(rank: int, world: int, url: str) -> Any:
+    """Rank 1 gets SIGTERM in the middle; steps take unlike times on the ranks."""
+    net, opt, step = make("ddp", rank, world)
+    ckpt = Checkpointer(url, cache="off", timeout_s=20, grace_s=20)
+    ckpt.register(model=net, optimizer=opt)
+    first = ckpt.restore()
+    number = first
+    try:
+        for number in range(first, 10_000):
+            if number == 5 and rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            step(number)
+            time.sleep(0.02 * rank)
+            ckpt.on_step_end(number + 1)
+    except SystemExit as end:
+        ckpt.close()
+        return end.code, number + 1
+    return None, number + 1
+
+
+def world_of(rank: int, world: int, url: str) -> Any:
+    """Files of a save by several ranks that hold the same."""
+    net, opt, step = make("plain", 0, 1)
+    ckpt = Checkpointer(url, cache="off", timeout_s=20)
+    ckpt.register(model=net, optimizer=opt)
+    ckpt.restore()
+    step(0)
+    ckpt.on_step_end(1)
+    ckpt.save()
+    ckpt.close()
+    return ckpt._plan.size, ckpt._plan.total

@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 def batch(step: int, rank: int = 0, ranks: int = 1) -> torch.Tensor:
     """The data of a step, the same for every number of ranks; or one rank's share."""
-    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step))
+    x = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(step))
     return x.chunk(ranks)[rank]
 
 
@@ -61,9 +61,7 @@ def make(kind: str, rank: int, world: int, optimizer: str = "adamw", seed: int =
     net: nn.Module = Net()
     data = world
     place = rank
-    if kind == "ddp":
-        net = DistributedDataParallel(net)
-    elif kind == "zero":
+    if kind == "ddp" or kind == "zero":
         net = DistributedDataParallel(net)
     elif kind in ("fsdp", "hsdp"):
         mesh = (

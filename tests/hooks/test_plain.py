@@ -123,7 +123,7 @@ def test_what_is_no_tensor_comes_back(tmp_path: Path) -> None:
     ckpt.on_step_end(1)
     ckpt.save()
     ckpt.close()
-    drawn = (random.random(), float(torch.rand(1)), float(np.random.rand()))  # noqa: NPY002
+    drawn = (random.random(), float(torch.rand(1)), float(np.random.rand()))
     groups = [{k: v for k, v in g.items() if k != "params"} for g in opt.param_groups]
 
     net2, opt2, sched2, loader2, extra2 = build()
@@ -132,7 +132,7 @@ def test_what_is_no_tensor_comes_back(tmp_path: Path) -> None:
         before = [id(group) for group in opt2.param_groups], [id(p) for p in net2.parameters()]
         assert ckpt.restore() == 1
 
-    assert (random.random(), float(torch.rand(1)), float(np.random.rand())) == drawn  # noqa: NPY002
+    assert (random.random(), float(torch.rand(1)), float(np.random.rand())) == drawn
     assert [{k: v for k, v in g.items() if k != "params"} for g in opt2.param_groups] == groups
     assert ([id(group) for group in opt2.param_groups], [id(p) for p in net2.parameters()]) == before
     assert sched2.state_dict() == sched.state_dict()

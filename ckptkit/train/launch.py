@@ -6,9 +6,12 @@ others are ended.
 
 import multiprocessing
 import os
+import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -21,7 +24,7 @@ GRACE_S = 20.0
 def launch(main: Callable[..., Any], world: int, *args: Any, device: str = "cpu") -> list[Any]:
     """Run `main(rank, address, device, *args)` on `world` processes of this machine; what they return, by rank.
 
-    With one rank it is called here. SIGINT is the workers' to handle; SIGTERM is passed on to them.
+    With one rank it is called here. SIGINT and SIGTERM are the workers' to handle; a second one ends them.
 
     Args:
         main: A function of a module; it, its arguments and results must pickle.
@@ -61,53 +64,79 @@ def under_torchrun() -> tuple[int, int, int] | None:
 
 
 def _collect(workers: dict[Connection, Any]) -> list[Any]:
-    """Results of workers; signals are theirs to handle, and a SIGTERM that only this process got is passed on."""
-    order = list(workers)
+    """Results of workers, by rank. Raises what a worker raised first, once the others have ended."""
     results: dict[Connection, Any] = {}
     failure: BaseException | None = None
     deadline = float("inf")
-    waiting = set(order)
-    try:
-        while waiting:
-            ready = wait(list(waiting), timeout=max(0.0, min(deadline - time.monotonic(), 3600.0)))
-            if not ready and time.monotonic() >= deadline:
-                break
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                waiting.discard(pipe)
-                try:
-                    good, value = pipe.recv()
-                except EOFError:
-                    workers[pipe].join(10)
-                    code = workers[pipe].exitcode
-                    good, value = (
-                        False,
-                        StoreError(
-                            f"{workers[pipe].name} ended without a word (exit code {code}); others were ended. It was "
-                            "killed, perhaps for memory: look at the system's log, and run the same command again to go on"
-                        ),
-                    )
-                if good:
-                    results[pipe] = value
-                elif failure is None or (isinstance(value, CkptError) and not isinstance(failure, CkptError)):
-                    failure = value
+    waiting = set(workers)
+    with _signals_passed_on(list(workers.values())):
+        try:
+            while waiting and time.monotonic() < deadline:
+                for pipe in wait(list(waiting), timeout=min(deadline - time.monotonic(), 1.0)):
+                    assert isinstance(pipe, Connection)
+                    waiting.discard(pipe)
+                    good, value = _answer(pipe, workers[pipe])
+                    if good:
+                        results[pipe] = value
+                        continue
+                    # Ranks that lost another one report that; the rank that failed knows why.
+                    if failure is None or (
+                        isinstance(value, CkptError) and not isinstance(failure, CkptError)
+                    ):
+                        failure = value
                     deadline = min(deadline, time.monotonic() + GRACE_S)
-    finally:
-        for worker in workers.values():
-            worker.join(0 if waiting else 30)
-            if worker.is_alive():
-                worker.terminate()
-                worker.join(5)
-            if worker.is_alive():
-                worker.kill()
+        finally:
+            for pipe, worker in workers.items():
+                worker.join(0 if pipe in waiting else GRACE_S)
+                if worker.is_alive():
+                    worker.kill()
+                    worker.join()
     if failure is not None:
         raise failure
-    return [results[pipe] for pipe in order]
+    return [results[pipe] for pipe in workers]
+
+
+def _answer(pipe: Connection, worker: Any) -> tuple[bool, Any]:
+    try:
+        return pipe.recv()
+    except EOFError:
+        worker.join(GRACE_S)
+        return False, StoreError(
+            f"{worker.name} ended without a word (exit code {worker.exitcode}), and the run with it. It was killed, perhaps "
+            "for want of memory: look at the system's log, and run the same command again to go on"
+        )
+
+
+@contextmanager
+def _signals_passed_on(workers: list[Any]) -> Iterator[None]:
+    """Ask workers to stop on SIGINT and SIGTERM, which a terminal may have sent them, too; kill them at the next after 1 s."""
+    first: list[float] = []
+
+    def handle(number: int, frame: Any) -> None:
+        again = bool(first) and time.monotonic() - first[0] > 1.0
+        first.append(time.monotonic())
+        for worker in (w for w in workers if w.is_alive()):
+            worker.kill() if again else worker.terminate()
+        if again:
+            raise KeyboardInterrupt
+
+    before: dict[int, Any] = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, handle)
+    except ValueError:  # not the main thread: whoever embeds this handles signals
+        before.clear()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _work(
     pipe: Connection, main: Callable[..., Any], rank: int, address: str, device: str, args: tuple[Any, ...]
 ) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         pipe.send((True, main(rank, address, device, *args)))
     except BaseException as error:  # noqa: BLE001 (told to the parent, which raises it)
@@ -117,6 +146,14 @@ def _work(
             pipe.send((False, RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")))
     finally:
         pipe.close()
+
+
+def _end_with_parent() -> None:
+    """Stop, as if asked to, when the launcher is gone."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def device_of(kind: str, local: int) -> str:

@@ -16,7 +16,7 @@ from ckptkit.hooks.pulse import Pulse
 from ckptkit.train import parallel, telemetry
 from ckptkit.train.config import Config
 from ckptkit.train.held import family
-from ckptkit.train.trainer import Trainer
+from ckptkit.train.trainer import Result, Trainer
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,7 @@ def checkpointer(trainer: Trainer) -> Checkpointer | None:
     ckpt.register(
         model=trainer.stage,
         placement=SchemaPlacement(trainer.model.config, groups.layout, groups.rank, family(trainer.model)),
+        optimizer=trainer.optimizer.groups,
         tensors=trainer.optimizer.saved(),
         loader=trainer.loader,
         extras={"balance": trainer.balancer},
@@ -120,7 +121,7 @@ def _loop(trainer: Trainer, ckpt: Checkpointer | None, options: Options) -> Summ
     begin = time.perf_counter()
     try:
         with (
-            _asked_to_stop() as asked,
+            _asked_to_stop(groups.world.size > 1) as asked,
             telemetry.Profile(options.profile if groups.rank == 0 else "", groups.device) as trace,
         ):
             while trainer.done < config.train.steps:
@@ -144,50 +145,39 @@ def _loop(trainer: Trainer, ckpt: Checkpointer | None, options: Options) -> Summ
     return Summary(first, losses, time.perf_counter() - begin)
 
 
-def _step(trainer: Trainer, ckpt: Checkpointer | None, stop: bool) -> Any:
+def _step(trainer: Trainer, ckpt: Checkpointer | None, stop: bool) -> tuple[Result, float]:
     """One step and its save; the result, and the seconds that saving took from it."""
     if ckpt is None:
         return trainer.step(stop), 0.0
-    stalls = []
-
-    def timed(call: Any, *args: Any) -> None:
-        at = time.perf_counter()
-        call(*args)
-        stalls.append(time.perf_counter() - at)
-
-    result = trainer.step(stop, lambda: timed(ckpt.fence))
-    if result.step == trainer.config.train.steps:
-        timed(_last, ckpt, result.step)
-    else:
-        timed(ckpt.on_step_end, result.step)
-    return result, sum(stalls)
-
-
-def _last(ckpt: Checkpointer, step: int) -> None:
-    """The last step is saved whatever the interval."""
-    if not ckpt.on_step_end(step):
-        ckpt.save()
+    waited = ckpt.metrics.get("stall_seconds_total", 0.0)
+    result = trainer.step(stop)
+    waited = ckpt.metrics.get("stall_seconds_total", 0.0) - waited  # for what was not copied yet
+    at = time.perf_counter()
+    saved = ckpt.on_step_end(result.step)
+    if not saved and (result.stop or result.step == trainer.config.train.steps):
+        ckpt.save(tag="interrupted" if result.stop else "")
+    return result, waited + time.perf_counter() - at
 
 
 def _interrupted(trainer: Trainer, ckpt: Checkpointer | None) -> InterruptedRunError:
     where = "nothing is saved, since the run has no [checkpoint] root"
     if ckpt is not None:
-        ckpt.save(tag="interrupted")
         ckpt.wait()
         where = f"saved to {trainer.config.checkpoint.root}; run the same command again to go on"
     return InterruptedRunError(f"interrupted; stopped after step {trainer.done}: {where}", step=trainer.done)
 
 
 @contextmanager
-def _asked_to_stop() -> Iterator[list[int]]:
-    """A list that SIGINT and SIGTERM add to. A second one ends the process as usual."""
+def _asked_to_stop(launched: bool) -> Iterator[list[int]]:
+    """A list that SIGINT and SIGTERM add to. The second one ends the process, unless a launcher sees to that."""
     asked: list[int] = []
     before: dict[int, Any] = {}
 
     def ask(number: int, frame: Any) -> None:
         asked.append(number)
-        for known, handler in before.items():
-            signal.signal(known, handler)
+        if not launched:
+            for known, handler in before.items():
+                signal.signal(known, handler)
 
     try:
         for number in (signal.SIGINT, signal.SIGTERM):

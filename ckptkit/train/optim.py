@@ -12,6 +12,7 @@ The norm for clipping counts each element of the model once, whoever holds copie
 from collections import defaultdict
 from collections.abc import Mapping
 from math import cos, pi, sqrt
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,6 +102,19 @@ class Muon:
         return [("momentum", self.momentum)]
 
 
+class Groups(torch.optim.Optimizer):
+    """What a checkpointer sees of the optimizer: which parameters have which settings, and that a step begins.
+
+    State is not here: it lies in flat buffers, and is registered tensor by tensor (`Optimizer.saved`).
+    """
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Runs the hooks of a step, which wait for what is not saved yet."""
+
+
 class Optimizer:
     """Everything that changes weights of a stage. `reduce`, `norm_sq` and `step`, in this order, once a step."""
 
@@ -137,6 +151,7 @@ class Optimizer:
                     runs = [buffer.runs] if expert else runs
                 work = Orthogonalizer(buffer, group[expert], runs, shapes, tensors, dtype, stage.kernels)
                 self.parts.append(Muon(buffer, table, work, whole))
+        self.groups = Groups(self._settings(params))
         self.grads = {key: grad for part in self.parts for key, grad in part.buffer.grads.items()}
         holders: dict[tuple[str, object], list[int]] = defaultdict(list)
         for rank, theirs in peers.items():
@@ -145,6 +160,25 @@ class Optimizer:
                     holders[segment.tensor, segment.box].append(rank)
         self._sums = self._replicated(items, holders)
         self._counted = [self._once(part.buffer, holders) for part in self.parts]
+
+    def _settings(self, params: Mapping[str, torch.nn.Parameter]) -> list[dict[str, Any]]:
+        """Groups in the terms of torch's own optimizers."""
+        t, found = self.table, []
+        adamw = {"lr": t.adamw_lr, "betas": (t.beta1, t.beta2), "eps": t.eps}
+        muon = {
+            "lr": t.muon_lr, "momentum": t.muon_momentum, "form": "lerp", "nesterov": True, "ns_steps": 5,
+            "adjust_lr_fn": t.muon_adjust, "weight_decay": t.muon_weight_decay,
+        }  # fmt: skip
+        for kind, decay in (("muon", None), ("adamw", True), ("adamw", False)):
+            keys = [
+                key
+                for key, item in self.stage.holds.items()
+                if item.tensor.optimizer == kind and decay in (None, item.tensor.decay)
+            ]
+            more = muon if kind == "muon" else {**adamw, "weight_decay": t.weight_decay * bool(decay)}
+            if keys:
+                found.append({"params": [params[key] for key in keys], **more})
+        return found
 
     def _runs_of(self, peers: Mapping[int, list[Holding]], group: Group, kind: str) -> list[list[Run]]:
         """What each rank of a group updates of the dense tensors of one kind, whose items each tensor-parallel rank has."""
@@ -231,6 +265,9 @@ class Optimizer:
 
     def step(self, count: int, norm: torch.Tensor | None, ratio: float) -> None:
         """Update weights: the `count`th step (from 1), with the gradient's whole norm and the rate times `ratio`."""
+        self.groups.step()
+        for group in self.groups.param_groups:
+            group["lr"] = ratio * (self.table.muon_lr if "ns_steps" in group else self.table.adamw_lr)
         scale = None
         if self.table.clip and norm is not None:
             scale = (self.table.clip / (norm + 1e-6)).clamp(max=1.0).float()

@@ -7,7 +7,6 @@ while trainer.done < config.train.steps:
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,12 +74,11 @@ class Trainer:
         self.pipeline = Pipeline(self.stage, share // t.micro_batch, t.micro_batch, t.batch * t.seq_len)
         self.done = 0
 
-    def step(self, stop: bool = False, before_update: Any = None) -> Result:
+    def step(self, stop: bool = False) -> Result:
         """Take one optimizer step.
 
         Args:
             stop: Whether this rank was asked to stop; every rank hears of it in the result.
-            before_update: Called once the gradients are there, before any weight changes.
 
         Raises:
             TrainingError: the loss or the gradient is not finite; weights are those of the step before.
@@ -106,8 +104,6 @@ class Trainer:
                 step=self.done + 1,
                 loss=total,
             )
-        if before_update is not None:
-            before_update()
         ratio = rate(self.done, self.config.optimizer, self.config.train.steps)
         self.optimizer.step(self.done + 1, sums[1].sqrt(), ratio)
         load = self.balancer.step()

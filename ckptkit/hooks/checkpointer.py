@@ -266,9 +266,9 @@ class Checkpointer:
         due = stop or (self._interval is not None and step % self._interval == 0)
         stepped, self._steps_at_end = self._optimizer_steps - self._steps_at_end, self._optimizer_steps
         if due and found.views and not stepped and found.table.has_gradients():
-            self._event({"event": "skipped", "step": step, "why": _MIDDLE})
-            self._metrics.add(saves_skipped_total=1)
-            raise UsageError(f"step {step}: {_MIDDLE}")
+            self._failed(step, UsageError(f"step {step}: {_MIDDLE}"))  # or a step that a loss scaler left out
+            self._raise_failure()
+            return False
         started = (
             due
             and self._start(step, wait_s=self.timeout_s if stop or self.busy == "wait" else 0.0) is not None
@@ -451,10 +451,13 @@ class Checkpointer:
             if not self._opened.cached:
                 self._metrics.set(durable_step=save.step, durable_time=time.time())
             return
+        self._failed(save.step, error)
+
+    def _failed(self, step: int, error: BaseException) -> None:
         self._failures += 1
         self._metrics.add(saves_failed_total=1)
         self._metrics.set(failed_in_a_row=self._failures)
-        self._event({"event": "failed", "step": save.step, "why": str(error), "in_a_row": self._failures})
+        self._event({"event": "failed", "step": step, "why": str(error), "in_a_row": self._failures})
         if self._failures >= self.max_failures and isinstance(error, CkptError):
             self._fatal = error
 

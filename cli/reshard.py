@@ -19,6 +19,26 @@ if TYPE_CHECKING:
 @click.argument("dst", type=DESTINATION, metavar="DST")
 @reshard_options
 @click.option("--restart", is_flag=True, help="Start over, where an interrupted run would be continued.")
+@click.option(
+    "--part",
+    metavar="K/N",
+    help="Write only part K of N, beside processes that write the others; or slurm.",
+)
+@click.option(
+    "--engine",
+    type=click.Choice(["threads", "ray"]),
+    default="threads",
+    show_default=True,
+    help="Threads of this process, or parts as Ray tasks.",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    default=4,
+    show_default=True,
+    metavar="N",
+    help="Parts, with --engine ray.",
+)
 @click.option("--dry-run", is_flag=True, help="Plan and prove, write nothing.")
 @common
 def reshard(src: str, dst: str, as_json: bool, **options: Any) -> None:
@@ -46,6 +66,12 @@ def reshard(src: str, dst: str, as_json: bool, **options: Any) -> None:
 def done(result: "ReshardResult") -> str:
     """The one line that says what was written."""
     total = result.bytes_written + result.bytes_reused
+    if not result.committed:
+        waits = ", ".join(map(str, result.waiting_for))
+        return (
+            f"{show.style('done', 'green')}: part {result.part} of {result.url}, {show.plural(result.files, 'file')}, "
+            f"{show.nbytes(total)}, in {show.duration(result.seconds)}; it is put in place when parts {waits} are done too"
+        )
     reused = f", {show.nbytes(result.bytes_reused)} of it there before" if result.bytes_reused else ""
     rate = f" ({show.rate(result.bytes_written / result.seconds)})" if result.seconds > 0 else ""
     whole = ", opened again and whole" if result.checked else ""

@@ -68,8 +68,13 @@ class Journal:
     def read(self) -> list[Durable] | None:
         """Durable segments, or None where the journal is absent, unreadable, or of another plan or source."""
         log = self._folder.read_log()
-        if log is None:
-            return None
+        return None if log is None else self._parse(log)
+
+    def read_all(self, logs: Iterable[bytes]) -> list[Durable]:
+        """Durable segments of several logs; those of another plan or source do not count."""
+        return [row for log in logs for row in self._parse(log) or ()]
+
+    def _parse(self, log: bytes) -> list[Durable] | None:
         lines = log.split(b"\n")
         found = []
         for number, line in enumerate(lines[:-1]):  # what follows the last newline is torn or empty

@@ -24,9 +24,10 @@ from ckptkit.core.plan import Plan
 from ckptkit.engine.convert import check_cast
 from ckptkit.engine.executor import run_tasks, usable_cpus
 from ckptkit.engine.grids import Grid
-from ckptkit.engine.journal import Journal, plan_hash
+from ckptkit.engine.journal import Durable, Journal, plan_hash
 from ckptkit.engine.mover import Mover, Worker
 from ckptkit.engine.ordered import OrderedWriter
+from ckptkit.engine.parts import files_of
 from ckptkit.engine.replicas import Comparer
 from ckptkit.engine.schedule import Schedule, make_schedule
 from ckptkit.engine.sources import Sources
@@ -35,6 +36,7 @@ from ckptkit.engine.writer import SEGMENT, Outputs, Writer
 from ckptkit.errors import CkptError, InterruptedRunError, StoreError, UsageError
 from ckptkit.stores.base import Store
 from ckptkit.stores.folder import Folder
+from ckptkit.stores.parts import Part, PartFolder
 
 Progress = Callable[[int, int], None]
 
@@ -44,7 +46,8 @@ class RunResult:
     """What a run did.
 
     Attributes:
-        written: Every file of the destination's catalog, in its order.
+        written: Every file of the destination's catalog (or of the part), in its order.
+        committed: Whether the destination is in place. A part may have to wait for others, `waiting_for`.
         bytes_in: Read from the source by this run; more than `bytes_out` where blocks had to be read twice.
         bytes_out: Bytes of the destination, small files included.
         reused_bytes: Of these, durable since an earlier run that was interrupted.
@@ -59,6 +62,8 @@ class RunResult:
     """
 
     written: list[Written] = field(default_factory=list)
+    committed: bool = True
+    waiting_for: list[int] = field(default_factory=list)
     bytes_in: int = 0
     bytes_out: int = 0
     reused_bytes: int = 0
@@ -95,6 +100,7 @@ def run(
     replicas: str = "check",
     restart: bool = False,
     overwrite: bool = False,
+    part: Part | None = None,
     progress: Progress | None = None,
     verify_source: bool = True,
     sums: Iterable[Checksum] = (),
@@ -115,6 +121,8 @@ def run(
         direct: Whether writes bypass the page cache: True, False, or `auto` (wherever it is a disk).
         replicas: `check` compares pieces that hold the same elements; `first` takes the first.
         restart: Forget what an interrupted run left.
+        part: Write only this part's share of the files, beside other processes that write theirs; whichever of them
+            is the last puts the folder in place. Local destinations only, which all of them see.
         progress: Called on this thread about ten times a second with bytes done and in all.
         verify_source: Compare every leaf that is read with its digest, where the source has digests. Files that are
             copied whole are checked too; their digests are taken over.
@@ -133,6 +141,8 @@ def run(
         raise UsageError(f"replicas={replicas!r}: choose check or first")
     if direct not in (True, False, "auto"):
         raise UsageError(f"direct={direct!r}: choose True, False or 'auto'")
+    if part is not None and (overwrite or stores.local_path(target) is None):
+        raise UsageError("parts are written to a local path (a shared file system) that does not exist yet")
     began = time.monotonic()
     stores.check_target(target, overwrite)
     copies = copies_into(plan)
@@ -149,12 +159,13 @@ def run(
         memory,
         direct,
         progress or (lambda done, total: None),
+        part,
     )
     try:
         used = [copies.src_file] + ([pairs.src_file, pairs.dst_file] if pairs is not None else [])
         sources.note_identities(np.unique(np.concatenate(used)))
         if pairs is not None and len(pairs):
-            job.compare(pairs)
+            job.compare(_share_of(pairs, part))
         job.write(restart, overwrite, sync_every_s)
     except KeyboardInterrupt:
         done = (
@@ -186,13 +197,18 @@ class _Job:
         memory: int,
         direct: bool | str,
         progress: Progress,
+        part: Part | None,
     ) -> None:
+        self.part = part
         self.plan, self.destination, self.sources, self.target = plan, destination, sources, target
         self.copies, self.threads, self.memory, self.direct = copies, threads, memory, direct
         self.progress = progress
         self.result = RunResult()
         self.stop = threading.Event()
-        self.total = sum(file.size for file in destination.catalog.files)
+        sizes = np.asarray([file.size for file in destination.catalog.files], np.int64)
+        self.every_byte = int(sizes.sum())
+        self.mine = np.ones(len(sizes), bool) if part is None else files_of(sizes, part)
+        self.total = int(sizes[self.mine].sum())
         self.durable_bytes = 0
         self.blocks = _source_grid(sources)
 
@@ -217,9 +233,15 @@ class _Job:
         notes = self.result.notes
         # The source is part of the name, so that work on another version of it is never taken up.
         name = xxhash.xxh3_64_hexdigest((plan + source).encode())[:12]
-        folder = stores.create_folder(
-            self.target, name, overwrite=overwrite, note=notes.append, memory=self.memory - self.memory // 3
-        )
+        folder: Folder
+        if self.part is not None:
+            self.copies = self.copies.take(np.flatnonzero(self.mine[self.copies.dst_file]))
+            folder = PartFolder(stores.local_path(self.target) or "", name, self.part, note=notes.append)
+        else:
+            room = self.memory - self.memory // 3
+            folder = stores.create_folder(
+                self.target, name, overwrite=overwrite, note=notes.append, memory=room
+            )
         try:
             self._write(folder, Journal(folder, plan, source), restart, sync_every_s)
         except (StoreError, KeyboardInterrupt):
@@ -234,7 +256,7 @@ class _Job:
         result, destination = self.result, self.destination
         direct = folder.direct if self.direct == "auto" else bool(self.direct)
         outputs = Outputs(folder, destination, direct)
-        durable = None if restart or not folder.resumed else journal.read()
+        durable = None if restart or not folder.resumed else self._durable(folder, journal)
         if folder.resumed and durable is None:
             folder.restart()
         # The fresh journal must not vouch for files that are gone and are written anew.
@@ -242,47 +264,99 @@ class _Job:
         shape = self._shape(direct, folder.ordered)
         try:
             try:
-                folder.check_space(self.total)
+                folder.check_space(self.every_byte)
             except StoreError:
                 if not durable:
                     folder.discard()
                 raise
             journal.start(durable)
             cloned = copy_unchanged(self.plan, destination, self.copies, self.sources, outputs)
-            self._assemble(outputs, journal, shape, cloned, sync_every_s)
+            self._keep(outputs, journal, cloned)
+            self._assemble(outputs, journal, shape, sync_every_s)
             if result.overflows:
                 result.notes.append(
                     f"{result.overflows:,} finite values lie beyond the range of the type they were cast to, and became "
                     "infinite or NaN; choose a wider --dtype to keep them"
                 )
-            outputs.apply_fixups()
-            outputs.sync_all()
-            self.sources.judge_sums()
-            self.sources.check_unchanged()
-            result.written = outputs.result()
-            small = list(destination.finish(result.written))
-            for path, content in small[:-1]:
-                folder.write_small(path, content)
-            result.bytes_out = self.total + sum(len(content) for _, content in small)
             result.direct, result.threads = direct, shape.threads
-            outputs.files.close()
-            folder.commit(small[-1] if small else None)
+            if isinstance(folder, PartFolder):
+                self._end_part(folder, journal, outputs)
+            else:
+                self.sources.judge_sums()
+                self._commit(folder, outputs)
         finally:
             outputs.files.close()
 
-    def _assemble(
-        self, outputs: Outputs, journal: Journal, shape: _Shape, cloned: list[int], sync_every_s: float
-    ) -> None:
+    def _durable(self, folder: Folder, journal: Journal) -> list[Durable] | None:
+        """What is durable of the files to be written, whoever wrote it."""
+        if not isinstance(folder, PartFolder):
+            return journal.read()
+        return [row for row in journal.read_all(folder.logs()) if self.mine[row.file]]
+
+    def _keep(self, outputs: Outputs, journal: Journal, cloned: list[int]) -> None:
+        """Make cloned files durable, and tell the journal."""
+        self.result.cloned_bytes = sum(int(outputs.sizes[number]) for number in cloned)
+        if not cloned:
+            return
+        outputs.sync(cloned)
+        segments = [s for number in cloned for s in outputs.segments_of(number)]
+        journal.append(outputs.durable(segment) for segment in segments)
+        outputs.done[segments] = True
+
+    def _commit(self, folder: Folder, outputs: Outputs) -> None:
+        """Fill in what is computed, and put the folder in place."""
+        outputs.apply_fixups()
+        outputs.sync_all()
+        self.sources.check_unchanged()
+        written = outputs.result()
+        small = list(self.destination.finish(written))
+        for path, content in small[:-1]:
+            folder.write_small(path, content)
+        self.result.bytes_out = self.total + sum(len(content) for _, content in small)
+        if self.part is None:
+            self.result.written = written
+        outputs.files.close()
+        folder.commit(small[-1] if small else None)
+
+    def _end_part(self, folder: PartFolder, journal: Journal, outputs: Outputs) -> None:
+        """Say that this part is done; put the folder in place if it was the last."""
+        result = self.result
+        outputs.sync(np.flatnonzero(self.mine & (outputs.sizes == 0)).tolist() + list(outputs.unsynced))
+        self.sources.judge_sums()
+        self.sources.check_unchanged()
+        result.written = [w for w, mine in zip(outputs.result(), self.mine, strict=True) if mine]
+        result.bytes_out = self.total
+        outputs.files.close()
+        folder.mark_done()
+        with folder.last():
+            if folder.gone:
+                return
+            result.waiting_for = folder.missing()
+            result.committed = not result.waiting_for
+            if not result.committed:
+                return
+            whole = Outputs(folder, self.destination, result.direct)
+            try:
+                whole.restore(journal.read_all(folder.logs()))
+                if not whole.done.all():
+                    raise StoreError(
+                        f"all parts of {self.target} are done, but not all of what they wrote is there any more: run every part again",
+                        file=self.target,
+                    )
+                self._commit(folder, whole)
+            finally:
+                whole.files.close()
+
+    def _assemble(self, outputs: Outputs, journal: Journal, shape: _Shape, sync_every_s: float) -> None:
         """Write every slab that is not durable yet."""
         result = self.result
-        slabs, wanted, schedule = self._schedule(outputs, shape, cloned)
+        slabs, wanted, schedule = self._schedule(outputs, shape)
         if shape.slab > LEAF and schedule.reads_again > 0.25:
             # Many files share each block (a cut of rows in many parts): smaller slabs of more files fit in memory.
             shape = replace(shape, slab=LEAF)
-            slabs, wanted, schedule = self._schedule(outputs, shape, cloned)
+            slabs, wanted, schedule = self._schedule(outputs, shape)
         start, stop = slabs.bounds(np.arange(slabs.cells))
-        result.cloned_bytes = sum(int(outputs.sizes[number]) for number in cloned)
-        base = int((stop - start)[~wanted].sum())
+        base = int((stop - start)[~wanted & self.mine[slabs.file(np.arange(slabs.cells))]].sum())
         result.reused_bytes = self.durable_bytes = reused = base - result.cloned_bytes
         result.slab_bytes = shape.slab
         kind = OrderedWriter if outputs.folder.ordered else Writer
@@ -299,14 +373,12 @@ class _Job:
             raise error
         self.progress(base + writer.done_bytes, self.total)
 
-    def _schedule(
-        self, outputs: Outputs, shape: _Shape, cloned: list[int]
-    ) -> tuple[Grid, npt.NDArray[np.bool_], Schedule]:
+    def _schedule(self, outputs: Outputs, shape: _Shape) -> tuple[Grid, npt.NDArray[np.bool_], Schedule]:
         """The slabs of a size, which of them are to be written, and in which order."""
         slabs = Grid(outputs.sizes, outputs.origins, shape.slab)
         files = slabs.file(np.arange(slabs.cells))
         start, _ = slabs.bounds(np.arange(slabs.cells))
-        wanted = ~outputs.done[outputs.segment(files, start)] & ~np.isin(files, cloned)
+        wanted = ~outputs.done[outputs.segment(files, start)] & self.mine[files]
         waves = None
         if outputs.folder.ordered:
             left = np.zeros(len(outputs.sizes), bool)
@@ -391,6 +463,13 @@ class _Syncer(threading.Thread):
 def default_threads(direct: bool) -> int:
     """Workers where the caller does not say: more than CPUs where writes keep a thread waiting."""
     return min(3 * usable_cpus(), 16) if direct else min(usable_cpus(), 32)
+
+
+def _share_of(pairs: Copies, part: Part | None) -> Copies:
+    """The replicas that a part compares."""
+    if part is None:
+        return pairs
+    return pairs.take(slice(*(len(pairs) * k // part.count for k in (part.number - 1, part.number))))
 
 
 def _check_casts(copies: Copies) -> None:

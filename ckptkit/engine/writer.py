@@ -78,6 +78,10 @@ class Outputs:
         file = int(np.searchsorted(self._first, segment, side="right")) - 1
         return file, segment - int(self._first[file])
 
+    def segments_of(self, file: int) -> range:
+        """All segments of a file."""
+        return range(int(self._first[file]), int(self._first[file + 1]))
+
     def segment_bytes(self, segment: int) -> int:
         file, number = self.locate(segment)
         origin, size = int(self.origins[file]), int(self.sizes[file])

@@ -28,6 +28,7 @@ from ckptkit.ops.dropping import Dropped, DropRow, refuse_silent_loss
 from ckptkit.ops.renaming import read_rules, renamed
 from ckptkit.ops.selection import select
 from ckptkit.ops.sources import Source, open
+from ckptkit.stores.parts import Part
 
 OPTIMIZER_STATE = tuple(role for role in STATE_ROLES if role != "ema")
 """Roles that exist only to go on optimising. An average of the weights is a result of its own."""
@@ -60,6 +61,7 @@ class Options:
     restart: bool = False
     overwrite: bool = False
     fingerprint: bool | None = None
+    part: str | Part | None = None
     rename: str | Mapping[str, str] | None = None
     rename_back: str | Mapping[str, str] | None = None
     fill_missing: bool = False
@@ -73,6 +75,8 @@ class Options:
             raise UsageError(f"max_shard_size={self.max_shard_size}: files of less than 64 KiB make no sense")
         if self.memory < 16 << 20:
             raise UsageError(f"memory={self.memory}: a run needs at least 16 MiB of buffers")
+        if self.part is not None and self.overwrite:
+            raise UsageError("--part writes what is not there yet: remove DST yourself, or leave --overwrite out")
         if self.rename is not None and self.rename_back is not None:
             raise UsageError("--rename reads rules one way and --rename-back the other: give one of them")
         if self.threads is not None and self.threads < 1:
@@ -313,7 +317,9 @@ def _unknown(source: Source) -> list[str]:
         else "no schema fits this checkpoint"
     )
     how = "so that a layout can cut them on dimension 0 only (dp, zero=3), or gather them"
-    return [f"{what}: its tensors are taken as they are stored, {how}. --model names a schema where one fits after all"]
+    return [
+        f"{what}: its tensors are taken as they are stored, {how}. --model names a schema where one fits after all"
+    ]
 
 
 def _given_files(config: str | Mapping[str, Any] | None) -> Mapping[str, bytes]:

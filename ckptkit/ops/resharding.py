@@ -1,18 +1,24 @@
 """Resharding: one checkpoint to another layout, format or family of names."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptkit.core.catalog import Checksum
 from ckptkit.core.layouts import Layout
-from ckptkit.engine.run import run
-from ckptkit.errors import CkptError, CorruptionError, StoreError
+from ckptkit.engine.digests import digest
+from ckptkit.engine.run import RunResult, run
+from ckptkit.errors import CkptError, CorruptionError, StoreError, UsageError
 from ckptkit.ops.checks import obstacle
 from ckptkit.ops.planning import PlanReport, report_on
 from ckptkit.ops.preparing import Job, Options, prepare
 from ckptkit.ops.reports import Progress, Report, count_text, duration_text, nbytes_text
 from ckptkit.ops.sources import open
+from ckptkit.stores.parts import Part, tidy
+
+
+ENGINES = ("threads", "ray")
 
 
 @dataclass
@@ -28,6 +34,9 @@ class ReshardResult(Report):
         files: Files of the destination.
         seconds: Wall-clock time, checks included.
         checked: Whether the destination was opened again and its structure found whole.
+        part: `2/4` where only a part was to be written; `files` and bytes are then the part's.
+        committed: Whether the destination is in place; `waiting_for` lists the parts that are not done.
+        digests: Path to the xxh3-128 of the leaf digests, of files that this run wrote in a format that has such.
     """
 
     url: str
@@ -39,11 +48,18 @@ class ReshardResult(Report):
     files: int = 0
     seconds: float = 0.0
     checked: bool = False
+    part: str = ""
+    committed: bool = True
+    waiting_for: list[int] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def summary(self) -> str:
         if self.dry_run:
             return self.plan.summary()
+        if not self.committed:
+            waits = ", ".join(map(str, self.waiting_for))
+            return f"part {self.part} of {self.url} is done; it is put in place when parts {waits} are"
         return (
             f"{self.url}: {count_text(self.files, 'file')}, {nbytes_text(self.bytes_written + self.bytes_reused)} in "
             f"{duration_text(self.seconds)}, opened again and whole"
@@ -75,6 +91,9 @@ def reshard(
     dry_run: bool = False,
     restart: bool = False,
     overwrite: bool = False,
+    part: str | Part | None = None,
+    engine: str = "threads",
+    workers: int = 4,
     fingerprint: bool | None = None,
     rename: str | Mapping[str, str] | None = None,
     rename_back: str | Mapping[str, str] | None = None,
@@ -104,6 +123,11 @@ def reshard(
         dry_run: Plan only.
         restart: Forget an interrupted run of the same arguments, which is continued otherwise.
         overwrite: Replace `dst`; the old one goes only after the new one is whole.
+        part: `K/N` or `slurm`: write only this share of the files, beside other processes with the same arguments and the
+            other parts; the last one puts `dst` in place. Any may be killed and started again. A part of what is in place
+            already is done.
+        engine: `threads` of this process, or `ray`: `workers` parts as Ray tasks, each with `threads` of its own (extra
+            `ckptkit[ray]`). Paths must mean the same on all nodes.
         fingerprint: Store fingerprints of all tensors, where the format has a place for them. Unless given: where the
             destination is no file system in memory, since they cost about half as much CPU time as all the rest.
         rename, rename_back: Rules for names of a model without a schema (`ckptkit.ops.renaming`): a file, or pattern to name;
@@ -139,16 +163,23 @@ def reshard(
         replicas=replicas,
         restart=restart,
         overwrite=overwrite,
+        part=part,
         fingerprint=fingerprint,
         rename=rename,
         rename_back=rename_back,
         fill_missing=fill_missing,
     )
+    if engine not in ENGINES:
+        raise UsageError(f"--engine {engine!r}: choose {' or '.join(ENGINES)}")
     began = time.monotonic()
     job = prepare(src, dst, options)
     if dry_run:
         report = report_on(job, probe=False)
         return ReshardResult(job.target, report, dry_run=True, notes=list(job.notes))
+    if engine == "ray":
+        from ckptkit.ops.distributing import reshard_on_ray
+
+        return reshard_on_ray(job, src, workers, progress, began)
     return execute(job, progress, began)
 
 
@@ -158,13 +189,46 @@ def execute(job: Job, progress: Progress | None, began: float) -> ReshardResult:
     Raises as `reshard`, and CorruptionError where the destination is not what was planned.
     """
     job.refuse_silent_loss()
+    part = Part.parse(job.options.part) if isinstance(job.options.part, str) else job.options.part
     blocked = obstacle(job.target, job.options.overwrite)
     if blocked:
+        if part is not None and _in_place(job):
+            return _others_did(job, part, began)
         raise StoreError(blocked, file=job.target)
     report = report_on(job, probe=False, schedule=False)
     source = job.source
     sums = () if source.format is None else source.format.checksums(source.store, source.catalog)
-    done = run(
+    try:
+        done = _run(job, part, sums, progress)
+    except StoreError:
+        if part is None or not _in_place(job):
+            raise
+        return _others_did(job, part, began)  # while this part was being prepared
+    report.over_read = max(1.0, done.bytes_in / report.bytes_in) if report.bytes_in else 1.0
+    report.bytes_in = done.bytes_in
+    if done.committed:
+        check_written(job)
+    return ReshardResult(
+        url=job.target,
+        plan=report,
+        bytes_read=done.bytes_in,
+        bytes_written=done.bytes_out - done.reused_bytes - done.cloned_bytes,
+        bytes_reused=done.reused_bytes + done.cloned_bytes,
+        files=len(done.written),
+        seconds=time.monotonic() - began,
+        checked=done.committed,
+        part=str(part or ""),
+        committed=done.committed,
+        waiting_for=done.waiting_for,
+        digests={
+            w.path: digest(w.leaves.digests.tobytes()).hex() for w in done.written if w.leaves is not None
+        },
+        notes=[*job.notes, *done.notes],
+    )
+
+
+def _run(job: Job, part: Part | None, sums: Iterable[Checksum], progress: Progress | None) -> RunResult:
+    return run(
         job.plan,
         job.destination,
         job.source.store,
@@ -174,22 +238,32 @@ def execute(job: Job, progress: Progress | None, began: float) -> ReshardResult:
         replicas=job.options.replicas,
         restart=job.options.restart,
         overwrite=job.options.overwrite,
+        part=part,
         progress=progress,
         sums=sums,
     )
-    report.over_read = max(1.0, done.bytes_in / report.bytes_in) if report.bytes_in else 1.0
-    report.bytes_in = done.bytes_in
-    check_written(job)
+
+
+def _in_place(job: Job) -> bool:
+    """Whether what is at the destination is what all parts of this job together write: the same files and step."""
+    wanted = job.destination.catalog
+    try:
+        found = open(job.target, format=job.format.name)
+    except CkptError:
+        return False
+    sizes = {file.path: file.size for file in found.catalog.files}
+    same = sizes == {file.path: file.size for file in wanted.files}
+    return same and found.catalog.step in (None, wanted.step)
+
+
+def _others_did(job: Job, part: Part, began: float) -> ReshardResult:
+    """The result of a part of what is in place already."""
+    tidy(job.target)
+    note = f"{job.target} is there already, whole: all parts were done before"
+    report = report_on(job, probe=False, schedule=False)
+    seconds = time.monotonic() - began
     return ReshardResult(
-        url=job.target,
-        plan=report,
-        bytes_read=done.bytes_in,
-        bytes_written=done.bytes_out - done.reused_bytes - done.cloned_bytes,
-        bytes_reused=done.reused_bytes + done.cloned_bytes,
-        files=len(job.destination.catalog.files),
-        seconds=time.monotonic() - began,
-        checked=True,
-        notes=[*job.notes, *done.notes],
+        job.target, report, part=str(part), checked=True, seconds=seconds, notes=[*job.notes, note]
     )
 
 

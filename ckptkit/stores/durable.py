@@ -149,14 +149,18 @@ class UnfinishedFolder(Folder):
         overwrite: Whether `target` may exist; it is replaced at `commit`.
         note: Told what was found and thrown away.
         swap: Exchanges two paths in one step; gives False where the system cannot.
+        shared: Whether other processes may write to the folder at the same time (`ckptkit.stores.parts`).
 
     Attributes:
+        log_name: The file that holds the log.
         path: Of the unfinished folder.
         resumed: Whether it was there already.
 
     Raises:
         StoreError: the target exists, another run is writing it, or the parent cannot be written.
     """
+
+    log_name = LOG
 
     def __init__(
         self,
@@ -166,6 +170,7 @@ class UnfinishedFolder(Folder):
         overwrite: bool = False,
         note: Callable[[str], None] = lambda text: None,
         swap: Callable[[str, str], bool] = exchange,
+        shared: bool = False,
     ) -> None:
         self.target = self.url = os.path.abspath(target)
         self.overwrite, self._swap = overwrite, swap
@@ -178,8 +183,13 @@ class UnfinishedFolder(Folder):
             self._clear_others(note)
             self.resumed = os.path.isdir(self.path)
             if not self.resumed:
-                os.mkdir(self.path)
-            self._lock = _lock(self.path)
+                try:
+                    os.mkdir(self.path)
+                except FileExistsError:
+                    if not (shared and os.path.isdir(self.path)):
+                        raise
+                    self.resumed = True  # another process was faster
+            self._lock = _lock(self.path, shared=shared)
         except FileExistsError as error:
             way = self.path if os.path.isdir(self.parent) else error.filename or self.parent
             raise StoreError(f"{way} is in the way; remove it", file=way) from error
@@ -319,7 +329,7 @@ class UnfinishedFolder(Folder):
         self._log = self._lock = -1
 
     def read_log(self) -> bytes | None:
-        path = os.path.join(self.path, LOG)
+        path = os.path.join(self.path, self.log_name)
         try:
             with open(path, "rb") as file:
                 return file.read()
@@ -330,7 +340,7 @@ class UnfinishedFolder(Folder):
 
     def start_log(self, lines: Iterable[str]) -> None:
         """Begin a log with these lines, which replaces the old one in one step."""
-        path = os.path.join(self.path, LOG)
+        path = os.path.join(self.path, self.log_name)
         temporary = path + ".new"
         try:
             self._log = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
@@ -342,7 +352,7 @@ class UnfinishedFolder(Folder):
             raise write_fault(path, "write", error) from error
 
     def append_log(self, lines: Iterable[str]) -> None:
-        path = os.path.join(self.path, LOG)
+        path = os.path.join(self.path, self.log_name)
         if self._log < 0:
             raise StoreError(f"{path} is closed", file=path)
         try:
@@ -358,7 +368,7 @@ class UnfinishedFolder(Folder):
 
     def _remove_log(self) -> None:
         log, self._log = self._log, -1
-        path = os.path.join(self.path, LOG)
+        path = os.path.join(self.path, self.log_name)
         try:
             if log >= 0:
                 os.close(log)
@@ -409,11 +419,11 @@ def check_target(target: str, overwrite: bool) -> None:
         raise StoreError(f"{target} exists; choose another destination or give --overwrite", file=target)
 
 
-def _lock(folder: str) -> int:
-    """An open, exclusively locked descriptor of a folder. Raises StoreError while another process holds it."""
+def _lock(folder: str, *, shared: bool = False) -> int:
+    """An open, locked descriptor of a folder. Raises StoreError while another process holds it in a way that excludes this."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             os.close(fd)

@@ -152,3 +152,36 @@ def test_an_interrupted_reshard_goes_on_with_the_same_command(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     assert invoke("verify", out, "--against", source).exit_code == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_parts_say_what_they_wait_for(made: Path, tmp_path: Path) -> None:
+    first = invoke(
+        "reshard",
+        made / "native",
+        tmp_path / "out",
+        "--layout",
+        "dp=4,zero=3",
+        "--part",
+        "1/2",
+        "--drop-extras",
+    )
+    code, second = invoke_json(
+        "reshard",
+        made / "native",
+        tmp_path / "out",
+        "--layout",
+        "dp=4,zero=3",
+        "--part",
+        "2/2",
+        "--drop-extras",
+    )
+
+    assert first.exit_code == 0 and "parts 2 are done too" in first.output
+    assert code == 0 and second["committed"] and second["part"] == "2/2"
+    assert invoke("verify", tmp_path / "out", "--against", made / "native").exit_code == 0
+
+
+def test_a_part_that_is_none_is_wrong_use(made: Path, tmp_path: Path) -> None:
+    for text in ("0/2", "two", "slurm"):
+        assert invoke("reshard", made / "native", tmp_path / "out", "--part", text).exit_code == 2
+    assert not list(tmp_path.iterdir())

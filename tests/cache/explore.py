@@ -54,8 +54,11 @@ class Found:
     path: tuple[str, ...] = ()
 
 
-def explore(root: World, budget: Budget, depth: int, most: int = 10**9) -> Found:
-    """Look at every state within `depth` steps of `root` (or stop after `most`), until an invariant fails."""
+def explore(root: World, budget: Budget, depth: int, most: int = 10**9, *, trust: bool = True) -> Found:
+    """Look at every state within `depth` steps of `root` (or stop after `most`), until an invariant fails.
+
+    With `trust`, messages that a receiver would ignore for ever are dropped (`purge`).
+    """
     first = fork(root, set(root.hosts))
     calm(first)
     seen = {key(first, budget)}
@@ -70,6 +73,8 @@ def explore(root: World, budget: Budget, depth: int, most: int = 10**9) -> Found
             continue
         for label, rest, made in successors(world, left):
             transitions += 1
+            if trust and isinstance(made, World):
+                purge(made, rest)
             if isinstance(made, Violation):
                 return Found(len(seen), transitions, at + 1, False, str(made), tuple(unwind((label, path))))
             found = key(made, rest)
@@ -96,7 +101,8 @@ def successors(world: World, left: Budget) -> Iterator[tuple[str, Budget, World 
     for host, label, rest, do in steps(world, left):
         # With crashes left, the same step is also cut short after each of its effects.
         cut: int | None = None
-        while True:
+        effects = 0
+        while cut is None or cut < effects:
             made = fork(world, set(world.hosts) if host is None else {host})
             made.crash_at = None if cut is None else (host, cut)
             made.performed = 0
@@ -106,17 +112,14 @@ def successors(world: World, left: Budget) -> Iterator[tuple[str, Budget, World 
             except Violation as violation:
                 yield label, rest, violation
                 return
-            if cut is not None and made.crash_at is not None:
-                break  # it has fewer effects
             calm(made)
-            purge(made, rest)
             yield (
                 label if cut is None else f"{label}, killed after {cut} effects",
                 rest if cut is None else replace(rest, crashes=rest.crashes - 1),
                 made,
             )
-            if host is None or not left.crashes or made.performed == 0:
-                break
+            if cut is None:
+                effects = made.performed if host is not None and left.crashes else 0
             cut = 0 if cut is None else cut + 1
 
 

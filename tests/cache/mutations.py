@@ -187,27 +187,6 @@ def drained_version_not_protected() -> Patches:
     return {(Record, "supersedes"): lambda self, version: real(replace(self, drain=None), version)}
 
 
-MUTATIONS: tuple[Callable[[], Patches], ...] = (
-    commit_without_one_vote,
-    vote_counted_for_another_node,
-    decision_told_before_it_is_stored,
-    protected_version_evicted,
-    abort_frees_a_slot_that_is_being_written,
-    epoch_stored_after_the_answer,
-    quarantined_slot_reused,
-    order_of_records_ignored,
-    copies_reported_before_they_are_verified,
-    restore_mixes_incarnations,
-    keep_before_all_copies,
-    vote_before_the_slot_is_stored,
-    slot_handed_out_before_it_is_stored,
-    no_fence,
-    torn_slot_taken_for_sealed,
-    manifest_before_all_shards,
-    drained_version_not_protected,
-)
-
-
 @contextmanager
 def broken(mutation: Callable[[], Patches]) -> Iterator[None]:
     """The protocol with one of them."""

@@ -1,16 +1,17 @@
 """Where explorations start: small clusters brought by a fair schedule to a state in which much can go wrong."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ckptkit.cache import events as ev
-from ckptkit.cache.messages import Record
+from ckptkit.cache.messages import Record, Vote
 from ckptkit.cache.settings import Settings
 from tests.cache.explore import SETTINGS
 from tests.cache.world import World
 
 
-def fair(world: World, until: Callable[[World], bool], rounds: int = 60) -> None:
-    """Let everything happen in order until a condition holds. Ranks act in turn, one step each a round."""
+def fair(world: World, until: Callable[[World], bool], rounds: int = 60, hold: str = "") -> None:
+    """Let everything happen in order until a condition holds. Ranks act in turn, one step each a round; operations `hold` never end."""
     for _ in range(rounds):
         slowest = min((p.step for p in world.processes if p.alive), default=0)
         for process in list(world.processes):
@@ -22,7 +23,7 @@ def fair(world: World, until: Callable[[World], bool], rounds: int = 60) -> None
                 return
             for name, host in world.hosts.items():
                 for op in list(host.ops):
-                    if op in host.ops and not until(world):
+                    if op in host.ops and op[0] != hold and not until(world):
                         world.finish(name, op)
             while world.bag and not until(world):
                 world.deliver(*world.bag.pop(0))
@@ -64,6 +65,13 @@ def saving(hosts: int, ranks: int, own: int = 2) -> World:
     return world
 
 
+def daemon_down(hosts: int, ranks: int) -> World:
+    """Every rank is writing its first save, and the last node's daemon was killed."""
+    world = saving(hosts, ranks)
+    world.crash(f"n{hosts - 1}")
+    return world
+
+
 def copying(hosts: int, ranks: int, own: int = 2) -> World:
     """The first save is committed and not yet copied."""
     world = cluster(hosts, ranks, own)
@@ -89,8 +97,31 @@ def second_copying(hosts: int, ranks: int, own: int = 3) -> World:
 
 def draining(hosts: int, ranks: int) -> World:
     """The first save is being written to durable storage."""
-    world = cluster(hosts, ranks, 2, settings=Settings(**{**_plain(SETTINGS), "drain_every": 1}))
+    world = cluster(hosts, ranks, 2, settings=replace(SETTINGS, drain_every=1))
     fair(world, lambda w: (r := record(w)) is not None and r.drain is not None)
+    return world
+
+
+def draining_long(hosts: int, ranks: int) -> World:
+    """The first save is still being written to durable storage, while two later ones have been committed and copied."""
+    world = cluster(hosts, ranks, 4, settings=replace(SETTINGS, drain_every=1))
+    fair(
+        world,
+        lambda w: (r := record(w)) is not None and r.keep is not None and r.keep.step >= 3,
+        hold="drain",
+    )
+    return world
+
+
+def late_records(hosts: int, ranks: int) -> World:
+    """Two saves were aborted, and no node has heard of either decision."""
+    world = cluster(hosts, ranks)
+    for _ in range(2):
+        world.act(world.processes[0], "begin")
+        world.act(world.processes[0], "abort")
+    for to, message in [pair for pair in world.bag if isinstance(pair[1], Vote)]:
+        world.bag.remove((to, message))
+        world.deliver(to, message)
     return world
 
 
@@ -115,8 +146,7 @@ def split_brain() -> World:
         fair(world, lambda w, n=commits: len(w.past.committed) == n)
     world.new_epoch(list(world.hosts))
     world.bag.clear()
+    for process in world.processes:
+        if process.alive and process.session is None and not process.fenced:
+            world.act(process, "join")
     return world
-
-
-def _plain(settings: Settings) -> dict[str, float]:
-    return {name: getattr(settings, name) for name in Settings.__dataclass_fields__}

@@ -170,9 +170,7 @@ class World:
         self.sessions = self.pids = 0
         self.as_set = as_set
         self.performed = 0
-        self.crash_at: tuple[str, int] | None = (
-            None  # crash this host when it is about to perform its n-th effect
-        )
+        self.crash_at: tuple[str, int] | None = None  # kill this host's daemon after n more effects
         self.past = Past()
         self.shared = False
         self.epochs = 0
@@ -260,11 +258,13 @@ class World:
     # --- effects ----------------------------------------------------------------------------------------------------------
 
     def perform(self, host: Host, effects: list[Any]) -> None:
-        for count, effect in enumerate(effects):
-            if self.crash_at == (host.name, count):
-                self.crash_at = None
-                self.crash(host.name)
-                return
+        for effect in effects:
+            if self.crash_at is not None and self.crash_at[0] == host.name:
+                if self.crash_at[1] == 0:
+                    self.crash_at = None
+                    self.crash(host.name)
+                    return
+                self.crash_at = (host.name, self.crash_at[1] - 1)
             self._perform(host, effect)
             self.performed += 1
             if host.node is None:
@@ -719,6 +719,9 @@ class World:
             len(decision.sources) != decision.world or not all(decision.sources)
         ):
             raise Violation("I1", f"{decision.version} was decided without all its shards")
+        for rank, digest in enumerate(decision.digests):
+            if decision.version is not None and digest != digest_of(data_of(decision.version, rank)):
+                raise Violation("I2", f"shard {rank} of {decision.version} was decided from another version")
 
     def _check_record(self, old: Record | None, new: Record, stored: CoordinatorRecord) -> None:
         if old is None:

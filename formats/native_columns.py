@@ -106,7 +106,9 @@ class Columns:
     def plain(self) -> np.ndarray:
         """Whether each segment is plain (module docstring)."""
         parts = self.parts
-        return (parts.offset == 0) & np.all(parts.strides == _row_major(parts), axis=1)
+        # Axes that do not move say nothing: those past a tensor's own have no stride in an index.
+        moves = parts.stop - parts.start > 1
+        return (parts.offset == 0) & np.all((parts.strides == _row_major(parts)) | ~moves, axis=1)
 
     @cached_property
     def parts_of_local(self) -> I64:

@@ -31,9 +31,11 @@ from ckptkit.formats.base import ReadOptions, WriteOptions
 from ckptkit.formats.native import NativeFormat, parse_step_dir, step_dir
 from ckptkit.formats.native_columns import Columns
 from ckptkit.formats.native_digests import RankDigests
-from ckptkit.formats.native_index import index_bytes
+from ckptkit.formats.native_header import Headers
+from ckptkit.formats.native_index import index_bytes, parse_index
 from ckptkit.formats.native_manifest import Manifest, digests_name, manifest_of
 from ckptkit.formats.native_ranks import columns_of_ranks
+from ckptkit.formats.native_repair import _gaps
 from ckptkit.formats.reference import TOY, Truth, gather, random_truth, same, stored_truth, toy, write
 from ckptkit.formats.suite import FormatSuite
 from ckptkit.stores.local import LocalStore
@@ -194,6 +196,21 @@ def test_the_index_can_be_rebuilt_from_rank_files(layout: str, tmp_path: Path) -
     columns = columns_of_ranks(LocalStore(tmp_path), ranks)
 
     assert index_bytes(columns) == (tmp_path / "index.npz").read_bytes()
+
+
+def test_columns_of_an_index_give_the_headers_that_were_written(tmp_path: Path) -> None:
+    """Local tensors of fewer axes than others have nothing in the index for the rest, and are as plain as before."""
+    made(tmp_path)
+
+    columns = parse_index("index.npz", (tmp_path / "index.npz").read_bytes())
+    said = json.loads(header_of(tmp_path / "rank-00000.safetensors")[0]["__metadata__"]["ckptkit"])
+    common = {name: said[name] for name in ("world", "layout", "names", "schema")}
+    headers = Headers(columns, _gaps(columns), common)
+
+    assert columns.plain.any()
+    for file, rank in enumerate(columns.ranks.tolist()):
+        written = (tmp_path / f"rank-{rank:05}.safetensors").read_bytes()
+        assert written.startswith(headers.text(file)), rank
 
 
 def test_the_index_is_the_same_for_every_step(tmp_path: Path) -> None:

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 @reshard_options
 @click.option("--restart", is_flag=True, help="Start over, where an interrupted run would be continued.")
 @click.option(
+    "--base",
+    type=PLACE,
+    metavar="STEP",
+    help="Share the files of this native checkpoint that are equal, by hard links.",
+)
+@click.option(
     "--part",
     metavar="K/N",
     help="Write only part K of N, beside processes that write the others; or slurm.",
@@ -65,7 +71,7 @@ def reshard(src: str, dst: str, as_json: bool, **options: Any) -> None:
 
 def done(result: "ReshardResult") -> str:
     """The one line that says what was written."""
-    total = result.bytes_written + result.bytes_reused
+    total = result.bytes_written + result.bytes_reused + result.bytes_shared
     if not result.committed:
         waits = ", ".join(map(str, result.waiting_for))
         return (
@@ -74,8 +80,9 @@ def done(result: "ReshardResult") -> str:
         )
     reused = f", {show.nbytes(result.bytes_reused)} of it there before" if result.bytes_reused else ""
     rate = f" ({show.rate(result.bytes_written / result.seconds)})" if result.seconds > 0 else ""
+    shared = f", {show.nbytes(result.bytes_shared)} shared with the base" if result.bytes_shared else ""
     whole = ", opened again and whole" if result.checked else ""
     return (
-        f"{show.style('done', 'green')}: {result.url}, {show.plural(result.files, 'file')}, {show.nbytes(total)}{reused}, "
+        f"{show.style('done', 'green')}: {result.url}, {show.plural(result.files, 'file')}, {show.nbytes(total)}{reused}{shared}, "
         f"in {show.duration(result.seconds)}{rate}{whole}"
     )

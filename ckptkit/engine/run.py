@@ -30,6 +30,7 @@ from ckptkit.engine.ordered import OrderedWriter
 from ckptkit.engine.parts import files_of
 from ckptkit.engine.replicas import Comparer
 from ckptkit.engine.schedule import Schedule, make_schedule
+from ckptkit.engine.sharing import Base, share_unchanged, share_written
 from ckptkit.engine.sources import Sources
 from ckptkit.engine.unchanged import copy_unchanged
 from ckptkit.engine.writer import SEGMENT, Outputs, Writer
@@ -52,6 +53,7 @@ class RunResult:
         bytes_out: Bytes of the destination, small files included.
         reused_bytes: Of these, durable since an earlier run that was interrupted.
         cloned_bytes: Of these, shared with the source's files by the file system.
+        shared_bytes: Of these, hard-linked to files of the base (some of them after they were written).
         compared_bytes: Bytes of replicas that were compared.
         overflows: Finite values that a cast by this run made infinite or NaN.
         checked_leaves: Leaves of the source that were compared with their digests.
@@ -68,6 +70,7 @@ class RunResult:
     bytes_out: int = 0
     reused_bytes: int = 0
     cloned_bytes: int = 0
+    shared_bytes: int = 0
     compared_bytes: int = 0
     overflows: int = 0
     checked_leaves: int = 0
@@ -101,6 +104,7 @@ def run(
     restart: bool = False,
     overwrite: bool = False,
     part: Part | None = None,
+    base: Base | None = None,
     progress: Progress | None = None,
     verify_source: bool = True,
     sums: Iterable[Checksum] = (),
@@ -123,6 +127,7 @@ def run(
         restart: Forget what an interrupted run left.
         part: Write only this part's share of the files, beside other processes that write theirs; whichever of them
             is the last puts the folder in place. Local destinations only, which all of them see.
+        base: An earlier checkpoint, on the file system of `target`, whose files are shared where they are equal.
         progress: Called on this thread about ten times a second with bytes done and in all.
         verify_source: Compare every leaf that is read with its digest, where the source has digests. Files that are
             copied whole are checked too; their digests are taken over.
@@ -160,6 +165,7 @@ def run(
         direct,
         progress or (lambda done, total: None),
         part,
+        base,
     )
     try:
         used = [copies.src_file] + ([pairs.src_file, pairs.dst_file] if pairs is not None else [])
@@ -198,8 +204,9 @@ class _Job:
         direct: bool | str,
         progress: Progress,
         part: Part | None,
+        base: Base | None,
     ) -> None:
-        self.part = part
+        self.part, self.base = part, base
         self.plan, self.destination, self.sources, self.target = plan, destination, sources, target
         self.copies, self.threads, self.memory, self.direct = copies, threads, memory, direct
         self.progress = progress
@@ -270,8 +277,15 @@ class _Job:
                     folder.discard()
                 raise
             journal.start(durable)
+            shared: list[int] = []
+            if self.base is not None:
+                shared = share_unchanged(self.base, self.plan, self.copies, self.sources, outputs)
+                self._keep(outputs, journal, shared)
+                result.shared_bytes = sum(int(outputs.sizes[number]) for number in shared)
             cloned = copy_unchanged(self.plan, destination, self.copies, self.sources, outputs)
+            outputs.sync(cloned)
             self._keep(outputs, journal, cloned)
+            result.cloned_bytes = sum(int(outputs.sizes[number]) for number in cloned)
             self._assemble(outputs, journal, shape, sync_every_s)
             if result.overflows:
                 result.notes.append(
@@ -279,6 +293,10 @@ class _Job:
                     "infinite or NaN; choose a wider --dtype to keep them"
                 )
             result.direct, result.threads = direct, shape.threads
+            if self.base is not None:
+                left = sorted(set(np.flatnonzero(self.mine).tolist()) - {*shared, *outputs.fixups})
+                late = share_written(self.base, outputs, left)
+                result.shared_bytes += sum(int(outputs.sizes[number]) for number in late)
             if isinstance(folder, PartFolder):
                 self._end_part(folder, journal, outputs)
             else:
@@ -293,15 +311,12 @@ class _Job:
             return journal.read()
         return [row for row in journal.read_all(folder.logs()) if self.mine[row.file]]
 
-    def _keep(self, outputs: Outputs, journal: Journal, cloned: list[int]) -> None:
-        """Make cloned files durable, and tell the journal."""
-        self.result.cloned_bytes = sum(int(outputs.sizes[number]) for number in cloned)
-        if not cloned:
-            return
-        outputs.sync(cloned)
-        segments = [s for number in cloned for s in outputs.segments_of(number)]
-        journal.append(outputs.durable(segment) for segment in segments)
-        outputs.done[segments] = True
+    def _keep(self, outputs: Outputs, journal: Journal, numbers: list[int]) -> None:
+        """Tell the journal of files that are durable as a whole."""
+        segments = [s for number in numbers for s in outputs.segments_of(number)]
+        if segments:
+            journal.append(outputs.durable(segment) for segment in segments)
+            outputs.done[segments] = True
 
     def _commit(self, folder: Folder, outputs: Outputs) -> None:
         """Fill in what is computed, and put the folder in place."""
@@ -357,7 +372,7 @@ class _Job:
             slabs, wanted, schedule = self._schedule(outputs, shape)
         start, stop = slabs.bounds(np.arange(slabs.cells))
         base = int((stop - start)[~wanted & self.mine[slabs.file(np.arange(slabs.cells))]].sum())
-        result.reused_bytes = self.durable_bytes = reused = base - result.cloned_bytes
+        result.reused_bytes = self.durable_bytes = reused = base - result.cloned_bytes - result.shared_bytes
         result.slab_bytes = shape.slab
         kind = OrderedWriter if outputs.folder.ordered else Writer
         writer = kind(self.sources, schedule, self.stop, outputs)

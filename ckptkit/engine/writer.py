@@ -228,6 +228,14 @@ class Outputs:
         finally:
             self.files.give(number)
 
+    def leaves(self, number: int) -> Leaves | None:
+        """The digests of a file that is written; None where the destination asks for none."""
+        if not self.destination.digests:
+            return None
+        start = int(self.origins[number])
+        table = np.frombuffer(bytes(self._table(number)), np.uint8).reshape(-1, 16)
+        return Leaves(start, self.destination.catalog.files[number].size - start, table)
+
     def result(self) -> list[Written]:
         """What was written, file by file."""
         found = []
@@ -236,14 +244,10 @@ class Outputs:
         for segment, sums in self.prints.items():
             parts[self.locate(segment)[0]].append(sums)
         for number, file in enumerate(catalog.files):
-            leaves = prints = None
+            prints = None
             if self.destination.fingerprints:
                 prints = named(catalog, total(parts[number]))
-            if self.destination.digests:
-                start = int(self.origins[number])
-                table = np.frombuffer(bytes(self._table(number)), np.uint8).reshape(-1, 16)
-                leaves = Leaves(start, file.size - start, table)
-            found.append(Written(file.path, file.size, leaves, prints))
+            found.append(Written(file.path, file.size, self.leaves(number), prints))
         return found
 
 

@@ -31,7 +31,7 @@ class _Part:
         began = time.monotonic()
         job = prepare(self.src, self.dst, Options(**{**self.options, "part": Part(number, count)}))
         result = execute(job, None, began)
-        plain = ("bytes_read", "bytes_written", "bytes_reused", "files", "committed", "digests", "notes")
+        plain = ("bytes_read", "bytes_written", "bytes_reused", "bytes_shared", "files", "committed", "digests", "notes")
         return {name: getattr(result, name) for name in plain}
 
 
@@ -71,6 +71,7 @@ def reshard_on_ray(
         bytes_read=sum(part["bytes_read"] for part in parts),
         bytes_written=sum(part["bytes_written"] for part in parts),
         bytes_reused=sum(part["bytes_reused"] for part in parts),
+        bytes_shared=sum(part["bytes_shared"] for part in parts),
         files=sum(part["files"] for part in parts),
         seconds=time.monotonic() - began,
         checked=True,

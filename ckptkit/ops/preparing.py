@@ -62,6 +62,7 @@ class Options:
     overwrite: bool = False
     fingerprint: bool | None = None
     part: str | Part | None = None
+    base: str | None = None
     rename: str | Mapping[str, str] | None = None
     rename_back: str | Mapping[str, str] | None = None
     fill_missing: bool = False

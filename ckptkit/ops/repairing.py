@@ -153,7 +153,11 @@ def _look(left: Remains, report: RepairReport, progress: Progress | None) -> lis
             wrong = [] if left.is_right(number, found) else list(range(count))
         if wrong and rank.nbytes == rank.listed.size:
             some = ", ".join(map(str, wrong[:8])) + (", …" if len(wrong) > 8 else "")
-            what = f"leaves {some}" if rank.digests is not None else "data (which leaf, its digest file would say)"
+            what = (
+                f"leaves {some}"
+                if rank.digests is not None
+                else "data (which leaf, its digest file would say)"
+            )
             report.found.append(f"{rank.listed.path}: {what} changed after it was written")
         states.append(_State(found, wrong, not there or bool(wrong)))
     return states

@@ -5,10 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptkit import stores
 from ckptkit.core.catalog import Checksum
 from ckptkit.core.layouts import Layout
 from ckptkit.engine.digests import digest
 from ckptkit.engine.run import RunResult, run
+from ckptkit.engine.sharing import Base
 from ckptkit.errors import CkptError, CorruptionError, StoreError, UsageError
 from ckptkit.ops.checks import obstacle
 from ckptkit.ops.planning import PlanReport, report_on
@@ -16,7 +18,6 @@ from ckptkit.ops.preparing import Job, Options, prepare
 from ckptkit.ops.reports import Progress, Report, count_text, duration_text, nbytes_text
 from ckptkit.ops.sources import open
 from ckptkit.stores.parts import Part, tidy
-
 
 ENGINES = ("threads", "ray")
 
@@ -30,7 +31,8 @@ class ReshardResult(Report):
         plan: The plan that was run (also with `dry_run`, when nothing else is set).
         dry_run: Whether nothing was written.
         bytes_read, bytes_written: In this run.
-        bytes_reused: Durable since an interrupted run with the same arguments, or linked.
+        bytes_reused: Durable since an interrupted run with the same arguments, or cloned.
+        bytes_shared: Hard-linked to files of the base; neither written nor reused.
         files: Files of the destination.
         seconds: Wall-clock time, checks included.
         checked: Whether the destination was opened again and its structure found whole.
@@ -45,6 +47,7 @@ class ReshardResult(Report):
     bytes_read: int = 0
     bytes_written: int = 0
     bytes_reused: int = 0
+    bytes_shared: int = 0
     files: int = 0
     seconds: float = 0.0
     checked: bool = False
@@ -61,7 +64,7 @@ class ReshardResult(Report):
             waits = ", ".join(map(str, self.waiting_for))
             return f"part {self.part} of {self.url} is done; it is put in place when parts {waits} are"
         return (
-            f"{self.url}: {count_text(self.files, 'file')}, {nbytes_text(self.bytes_written + self.bytes_reused)} in "
+            f"{self.url}: {count_text(self.files, 'file')}, {nbytes_text(self.bytes_written + self.bytes_reused + self.bytes_shared)} in "
             f"{duration_text(self.seconds)}, opened again and whole"
         )
 
@@ -91,6 +94,7 @@ def reshard(
     dry_run: bool = False,
     restart: bool = False,
     overwrite: bool = False,
+    base: str | None = None,
     part: str | Part | None = None,
     engine: str = "threads",
     workers: int = 4,
@@ -123,6 +127,7 @@ def reshard(
         dry_run: Plan only.
         restart: Forget an interrupted run of the same arguments, which is continued otherwise.
         overwrite: Replace `dst`; the old one goes only after the new one is whole.
+        base: An earlier native checkpoint on the same file system: rank files that are equal to its are hard-linked to them.
         part: `K/N` or `slurm`: write only this share of the files, beside other processes with the same arguments and the
             other parts; the last one puts `dst` in place. Any may be killed and started again. A part of what is in place
             already is done.
@@ -163,6 +168,7 @@ def reshard(
         replicas=replicas,
         restart=restart,
         overwrite=overwrite,
+        base=base,
         part=part,
         fingerprint=fingerprint,
         rename=rename,
@@ -212,8 +218,9 @@ def execute(job: Job, progress: Progress | None, began: float) -> ReshardResult:
         url=job.target,
         plan=report,
         bytes_read=done.bytes_in,
-        bytes_written=done.bytes_out - done.reused_bytes - done.cloned_bytes,
+        bytes_written=done.bytes_out - done.reused_bytes - done.cloned_bytes - done.shared_bytes,
         bytes_reused=done.reused_bytes + done.cloned_bytes,
+        bytes_shared=done.shared_bytes,
         files=len(done.written),
         seconds=time.monotonic() - began,
         checked=done.committed,
@@ -239,9 +246,26 @@ def _run(job: Job, part: Part | None, sums: Iterable[Checksum], progress: Progre
         restart=job.options.restart,
         overwrite=job.options.overwrite,
         part=part,
+        base=_base(job),
         progress=progress,
         sums=sums,
     )
+
+
+def _base(job: Job) -> Base | None:
+    """The checkpoint whose files may be shared. Raises UsageError where none can be."""
+    if job.options.base is None:
+        return None
+    if not job.destination.digests or stores.local_path(job.target) is None:
+        raise UsageError(
+            "--base shares files of native checkpoints in local folders: give --to native and a path"
+        )
+    found = open(job.options.base)
+    if found.catalog.leaves is None or stores.local_path(found.url) is None:
+        raise UsageError(
+            f"--base {found.url} is {found.catalog.format}: only native checkpoints in local folders can be shared"
+        )
+    return Base(found.store, found.catalog)
 
 
 def _in_place(job: Job) -> bool:

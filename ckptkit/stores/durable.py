@@ -21,7 +21,14 @@ import numpy as np
 
 from ckptkit.errors import StoreError
 from ckptkit.stores.folder import LOG, FileWriter, Folder
-from ckptkit.stores.system import MEMORY_FILE_SYSTEMS, exchange, file_system, preallocate, start_writeback
+from ckptkit.stores.system import (
+    MEMORY_FILE_SYSTEMS,
+    clone,
+    exchange,
+    file_system,
+    preallocate,
+    start_writeback,
+)
 
 UNFINISHED = re.compile(r"\.(?P<name>.+)\.[0-9a-f]+(?P<replaced>\.replaced)?\.unfinished")
 """Names of folders that are not in place yet; with `replaced` of one that was whole and had to make room."""
@@ -62,6 +69,10 @@ class OutFile(FileWriter):
         self._fd = -1
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            if os.fstat(self._fd).st_nlink > 1:  # shared with another checkpoint, whose bytes must not change
+                os.close(self._fd)
+                os.unlink(path)
+                self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             if os.fstat(self._fd).st_size != size:
                 os.ftruncate(self._fd, 0)
                 # A memory file system would fill the pages with zeros first: twice the work.
@@ -226,6 +237,27 @@ class UnfinishedFolder(Folder):
             except OSError as error:
                 raise write_fault(folder, "create", error) from error
         return OutFile(full, size, direct=direct, memory=self.in_memory)
+
+    def share(self, path: str, other: str) -> bool:
+        """Make a file in the folder a hard link to `other`, else a clone of it; False where the file system can do neither."""
+        full = os.path.join(self.path, *path.split("/"))
+        temporary = f"{full}.share"
+        try:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
+            os.makedirs(os.path.dirname(full), exist_ok=True)
+            try:
+                os.link(other, temporary, follow_symlinks=False)
+            except OSError:
+                with open(other, "rb") as source, open(temporary, "xb") as target:
+                    if not clone(source.fileno(), target.fileno()):
+                        os.unlink(temporary)
+                        return False
+                    os.fsync(target.fileno())
+            os.rename(temporary, full)
+        except OSError as error:
+            raise write_fault(full, "share", error) from error
+        return True
 
     def file_size(self, path: str) -> int:
         """Bytes of a file in the folder, or -1 where there is none."""

@@ -387,6 +387,18 @@ def _ioctl(it: Interposer, original: Any) -> Any:
     return ioctl
 
 
+def _flags(mode: str) -> int:
+    """What `open` gives the system for a mode that writes."""
+    flags = os.O_CLOEXEC | (os.O_RDWR if "+" in mode else os.O_WRONLY)
+    if "w" in mode:
+        flags |= os.O_CREAT | os.O_TRUNC
+    if "x" in mode:
+        flags |= os.O_CREAT | os.O_EXCL
+    if "a" in mode:
+        flags |= os.O_CREAT | os.O_APPEND
+    return flags
+
+
 def _open_file(it: Interposer, original: Any) -> Any:
     def open(
         file: Any, mode: str = "r", buffering: int = -1, encoding: str | None = None, errors: str | None = None,
@@ -395,8 +407,12 @@ def _open_file(it: Interposer, original: Any) -> Any:
         writes = any(letter in mode for letter in "wax+")
         if not writes or opener is not None or not it.below(it.place(file)):
             return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
-        raw_mode = mode.replace("b", "").replace("t", "")
-        raw = _File(file, raw_mode, closefd, opener=lambda path, flags: os.open(path, flags, 0o666))
+        raw = _File(
+            file if isinstance(file, int) else os.open(file, _flags(mode), 0o666),
+            mode.replace("t", ""),
+            closefd,
+        )
+        raw.name = file
         if buffering == 0:
             return raw
         size = buffering if buffering > 1 else io.DEFAULT_BUFFER_SIZE

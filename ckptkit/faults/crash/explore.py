@@ -82,7 +82,7 @@ class Explored(Report):
         tried: Combinations of fates.
         states: Different contents of the folder, with the promises made before: each was checked.
         reruns: States after which the operation was run again.
-        findings: At most one for each problem and model.
+        findings: At most one for each kind of problem and model.
     """
 
     scenario: str
@@ -115,6 +115,7 @@ def explore(
     most: int | None = None,
     rerun_every: int = 1,
     seed: int = 0,
+    stop_at_first: bool = False,
     folder: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Explored:
@@ -126,6 +127,7 @@ def explore(
         most: Stop after so many distinct states, taken evenly from all moments; None for all.
         rerun_every: The operation is run again after each so many-th state.
         seed: Of the sample.
+        stop_at_first: End with the first finding; crashes at the end, where promises were made, are tried first.
         folder: To work in; a temporary one, in memory for the states where there is one.
         progress: Told how many moments are done, of how many.
     """
@@ -136,8 +138,9 @@ def explore(
         with Recorder(watched) as recorder:
             scenario.operate(watched, recorder.mark)
         return check(
-            scenario, recorder.start, recorder.ops, memory, models, limit, most, rerun_every, seed, progress
-        )
+            scenario, recorder.start, recorder.ops, memory, models, limit, most, rerun_every, seed,
+            stop_at_first, progress,
+        )  # fmt: skip
 
 
 def check(
@@ -150,6 +153,7 @@ def check(
     most: int | None = None,
     rerun_every: int = 1,
     seed: int = 0,
+    stop_at_first: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Explored:
     """Check a recorded operation; `memory` is a folder to put states in."""
@@ -159,9 +163,13 @@ def check(
     known: set[tuple[str, str]] = set()
     every = [moment for model in models for moment in moments(start, ops, model, limit, seed)]
     result.moments, result.complete = len(every), sum(moment.complete for moment in every)
+    if stop_at_first:
+        every.reverse()
     quota = None if most is None else max(1, -(-most // len(every)))
     for number, moment in enumerate(every):
         progress(number, len(every))
+        if stop_at_first and result.findings:
+            break
         fresh = 0
         for choice in moment.choices():
             result.tried += 1
@@ -176,8 +184,8 @@ def check(
             again = len(seen) % rerun_every == 0
             result.reruns += again
             problem = bench.problem(tree, moment.passed, again)
-            if problem is not None and (moment.model, problem) not in known:
-                known.add((moment.model, problem))
+            if problem is not None and (moment.model, _kind(problem)) not in known:
+                known.add((moment.model, _kind(problem)))
                 result.findings.append(_minimal(bench, scenario, moment, choice, problem, again))
     result.states = len(seen)
     return result
@@ -209,7 +217,8 @@ def _minimal(
 
     def fails(numbers: Sequence[int]) -> bool:
         tree = moment.tree({n: choice[n] for n in numbers})
-        return bench.problem(tree, moment.passed, again) == problem
+        found = bench.problem(tree, moment.passed, again)
+        return found is not None and _kind(found) == _kind(problem)
 
     # In the ext4 model only the last operations of the journal can be lost, so losses there are no free choice.
     numbers = minimize(sorted(choice), fails) if moment.model == "posix" else sorted(choice)
@@ -217,6 +226,11 @@ def _minimal(
     lost = [lines[n] for n in numbers]
     sequence = [lines[n] for n in touching(moment.ops, numbers)]
     return Finding(scenario.name, moment.model, problem, lost, [*sequence, "crash"])
+
+
+def _kind(problem: str) -> str:
+    """A problem without its particulars, which come after a colon."""
+    return problem.partition(":")[0]
 
 
 def minimize(numbers: Sequence[int], fails: Callable[[Sequence[int]], bool]) -> list[int]:

@@ -50,6 +50,8 @@ class RemoveSteps(RunScenario):
             state = next(row.state for row in alone.steps if row.name == name)
             if state == "whole" and there not in self.allowed[name]:
                 yield f"{name} counts as whole, and only a part of it is there"
+            if state == "corrupt":
+                yield f"{name} counts as damaged, where its removal was interrupted"
 
 
 def collect(run: str) -> None:

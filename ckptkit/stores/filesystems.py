@@ -4,6 +4,7 @@ Options and credentials come in the ways that fsspec and the store's own library
 files, instance roles); a URL holds neither. No data and no listing is cached.
 """
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +21,10 @@ _EXTRAS = {
 }  # fmt: skip
 
 
+_ONE_AT_A_TIME = frozenset({"ftp", "sftp", "smb", "ssh"})
+"""Schemes whose libraries have one connection that threads must not share: requests wait for each other."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """A folder or file of a remote store.
@@ -28,11 +33,15 @@ class Place:
         url: As given, without a trailing slash. Holds no secrets.
         fs: Its fsspec file system. Methods may be called from several threads at once.
         path: As the file system names it, without a trailing slash.
+        flat: Whether the store lists all that lies below a folder in one go.
+        has_folders: Whether folders are made before files are put into them.
     """
 
     url: str
     fs: Any
     path: str
+    flat: bool
+    has_folders: bool
 
     def below(self, path: str) -> str:
         """The file system's name of a file below."""
@@ -69,11 +78,13 @@ def connect(url: str, *, write: bool = False) -> Place:
     from fsspec.asyn import AsyncFileSystem
     from fsspec.core import url_to_fs
     from fsspec.registry import get_filesystem_class
+    from fsspec.spec import AbstractFileSystem
 
     try:
         kind = get_filesystem_class(scheme)
         # Only these have caches of listings, and only these take the option.
-        options = {"use_listings_cache": False} if issubclass(kind, AsyncFileSystem) else {}
+        is_async = issubclass(kind, AsyncFileSystem)
+        options = {"use_listings_cache": False} if is_async else {}
         fs, path = url_to_fs(url, **options)
     except ImportError as error:
         extra = _EXTRAS.get(scheme)
@@ -86,7 +97,29 @@ def connect(url: str, *, write: bool = False) -> Place:
         ) from error
     except Exception as error:
         raise StoreError(f"{url}: cannot set up {scheme}://: {plain(error)}", file=url) from error
-    return Place(url, fs, path.rstrip("/"))
+    flat = kind._find is not AsyncFileSystem._find if is_async else kind.find is not AbstractFileSystem.find
+    if scheme in _ONE_AT_A_TIME:
+        fs = _OneAtATime(fs, fs.__dict__.setdefault("_ckptkit_lock", threading.RLock()))
+    return Place(url, fs, path.rstrip("/"), flat, not is_async)
+
+
+class _OneAtATime:
+    """A file system (or an open file of it) whose methods exclude each other."""
+
+    def __init__(self, target: Any, lock: threading.RLock) -> None:
+        self._target, self._lock = target, lock
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._target, name)
+        if not callable(found):
+            return found
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            with self._lock:
+                given = found(*arguments, **options)
+                return _OneAtATime(given, self._lock) if name == "open" else given
+
+        return call
 
 
 def check(url: str, *, write: bool = False) -> str:

@@ -204,8 +204,11 @@ class RemoteStore(Store):
 
 
 def list_files(place: Place, retry: Retry, *, deep: bool = True) -> dict[str, Mapping[str, Any]]:
-    """Every file below a place, by path; empty where there is none. Raises StoreError."""
-    if deep and _lists_flat(place.fs):
+    """Every file below a place, by path; empty where there is none. Raises StoreError.
+
+    The general `find` of fsspec leaves out folders that fail, so that it is not used.
+    """
+    if deep and place.flat:
         entries = _answer(
             place, retry, lambda: list(place.fs.find(place.path, detail=True, withdirs=False).values())
         )
@@ -232,17 +235,6 @@ def _answer(place: Place, retry: Retry, ask: Callable[[], list[dict[str, Any]]])
 
 def _folder_path(place: Place) -> str:
     return f"{place.path}/" if scheme_of(place.url) in READ_ONLY else place.path
-
-
-def _lists_flat(fs: Any) -> bool:
-    """Whether a file system lists all that lies below in one go. The general way of fsspec leaves out folders that fail."""
-    from fsspec.asyn import AsyncFileSystem
-    from fsspec.spec import AbstractFileSystem
-
-    kind = type(fs)
-    if isinstance(fs, AsyncFileSystem):
-        return kind._find is not AsyncFileSystem._find
-    return kind.find is not AbstractFileSystem.find
 
 
 def _walk(place: Place, retry: Retry, deep: bool) -> list[dict[str, Any]]:

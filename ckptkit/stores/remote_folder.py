@@ -19,8 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from fsspec.asyn import AsyncFileSystem
-
 from ckptkit.errors import CkptError, ShardMissingError, StoreError
 from ckptkit.stores.filesystems import Place, connect
 from ckptkit.stores.folder import LOG, UNFINISHED_MARK, Folder
@@ -169,7 +167,7 @@ class RemoteFolder(Folder):
     def make_parent(self, path: str) -> None:
         """Make the folder that an object lies in, in stores that have folders; object stores have none."""
         parent, _, _ = self.place.below(path).rpartition("/")
-        if parent and parent not in self._made and not isinstance(self.place.fs, AsyncFileSystem):
+        if self.place.has_folders and parent and parent not in self._made:
             self.request("write", path, lambda name: self.place.fs.makedirs(parent, exist_ok=True))
             self._made.add(parent)
 
@@ -304,7 +302,7 @@ def replace_file(url: str, name: str, content: bytes) -> None:
     path = place.below(name)
 
     def request() -> None:
-        if not isinstance(place.fs, AsyncFileSystem):  # stores that have folders
+        if place.has_folders:
             place.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         place.fs.pipe_file(path, content)
 

@@ -44,6 +44,7 @@ COMMANDS: dict[str, dict[str, str]] = {
     "Plan for faults": {
         "supervise": "Run a trainer, watch it, and restart it where that helps.",
         "goodput": "Advise how often to save, and account for a run's time.",
+        "drill": "Put faults into the program, and check that nothing is lost.",
     },
     "Train": {
         "train": "Train ZAYA1 in any layout; saves and goes on by itself.",

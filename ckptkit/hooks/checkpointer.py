@@ -19,7 +19,7 @@ from ckptkit.hooks.planning import SavePlan, make_save_plan
 from ckptkit.hooks.registration import Registration, register
 from ckptkit.hooks.saving import Save, Saver
 from ckptkit.hooks.stopping import Stopper
-from ckptkit.hooks.targets import Skip
+from ckptkit.hooks.targets import CacheTarget, Skip
 from ckptkit.hooks.twins import Verdict, line_of
 
 _REPLICAS = ("warn", "raise", "outvote", "off")
@@ -222,7 +222,7 @@ class Checkpointer:
         self._requests += 1
         done = finding.restore(
             self._opened, self._meeting, found, self._plan, source, fresh=fresh, strict=strict, weights_only=weights_only,
-            new_data=new_data, seed=self.seed, event=self._event, tag=f"restore/{self._requests}",
+            new_data=new_data, seed=self.seed, event=self._event, tag=f"restore/{self._requests}", rejoin=self._rejoin,
         )  # fmt: skip
         self._missing = tuple(done.missing)
         for note in done.notes:
@@ -400,6 +400,17 @@ class Checkpointer:
         self._saver.adopt(self._plan)
         self._replan = False
 
+    def _rejoin(self) -> None:
+        """A new epoch of the cache, for a start from nothing."""
+        target = self._opened.target
+        assert isinstance(target, CacheTarget)
+        self._requests += 1
+        claim = self._meeting.agree(
+            f"claim/{self._requests}", None, lambda said: list(self._opened.run.claim_epoch(target.epoch))
+        )
+        target.rejoin((int(claim[0]), str(claim[1])))
+        self._saver.adopt(self._plan)
+
     def _before_step(self, *_: Any) -> None:
         """The optimizer's pre-hook."""
         self._optimizer_steps += 1
@@ -413,6 +424,10 @@ class Checkpointer:
     def _start(self, step: int, *, wait_s: float, tag: str = "", pin: bool = False) -> Save | None:
         """Begin a save; None where it is skipped."""
         found = self._needed()
+        if self._opened.cached and self._restored_step is None:
+            raise UsageError(
+                "restore comes before the first save; restore(fresh=True) where nothing is to be restored"
+            )
         began = time.perf_counter()
         if self._replan or found.table.unforeseen():
             self._saver.drain(self.timeout_s)

@@ -64,6 +64,26 @@ class DeviceStreams(Streams):
                     buffer.tensor[start : start + size].copy_(source, non_blocking=True)
             self._taken[half].record(self.copies)
 
+    def fill(self, copies: HostCopies, buffer: HostBuffer) -> None:
+        """Host to device, on the copy stream."""
+        with torch.cuda.stream(self.copies):
+            copies.fill(buffer, non_blocking=True)
+
+    def fill_packed(self, half: int, packed: torch.Tensor, buffer: HostBuffer, offset: int) -> None:
+        self.copies.wait_event(self._packed[half])
+        with torch.cuda.stream(self.copies):
+            for start, size in segments(offset, packed.numel()):
+                source = buffer.tensor[start : start + size]
+                packed[start - offset : start - offset + size].copy_(source, non_blocking=True)
+            self._taken[half].record(self.copies)
+        self.packs.wait_event(self._taken[half])
+
+    def after_unpack(self, half: int) -> None:
+        self._packed[half].record(self.packs)
+
+    def before_check(self) -> None:
+        self.packs.wait_stream(self.copies)
+
     def _through(self, source: torch.Tensor, buffer: HostBuffer, offset: int) -> None:
         """By way of a pinned buffer: while the device fills one, the host empties the other."""
         which, self._next = self._next, 1 - self._next

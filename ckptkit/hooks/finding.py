@@ -2,19 +2,23 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from ckptkit import ops, stores
+from ckptkit import ops
+from ckptkit.cache.client import CacheClient, Located
+from ckptkit.cache.store import LocatedStore
 from ckptkit.core.catalog import Catalog, Extras
 from ckptkit.core.layouts import Layout
 from ckptkit.errors import CkptError, CoverageError, FormatError, LayoutError, StoreError, UsageError
-from ckptkit.formats.base import ReadOptions
 from ckptkit.formats.native import NativeFormat
+from ckptkit.hooks.buffers import HostBuffer
 from ckptkit.hooks.meeting import Meeting
 from ckptkit.hooks.opening import Opened
 from ckptkit.hooks.planning import SavePlan
 from ckptkit.hooks.registration import Registration
 from ckptkit.hooks.restoring import Restored, extras_bytes, extras_of, restore_tensors
+from ckptkit.hooks.targets import CacheTarget
 from ckptkit.ops import runs
 from ckptkit.stores.base import Store
 
@@ -45,48 +49,116 @@ def restore(
     seed: int,
     event: Callable[[Mapping[str, Any]], None],
     tag: str,
+    rejoin: Callable[[], None],
 ) -> Done:
-    """Restore on all ranks; see `Checkpointer.restore`."""
+    """Restore on all ranks; see `Checkpointer.restore`.
+
+    Args:
+        tag: Names this restore among all of the run.
+        rejoin: Begins a new epoch of the cache, which starts from nothing.
+    """
     notes: list[str] = []
     tried: dict[str, str] = {}
     attempt = 0
+    client = opened.client if source is None else None
     while True:
         attempt += 1
         name = f"{tag}/{attempt}"
-        choice = _choose(opened, meeting, source, tried, fresh, name)
-        notes += choice["notes"] if meeting.lead else []
-        if choice["url"] is None:
+        found_at = (
+            _choose(opened, meeting, source, tried, fresh, name)
+            if client is None
+            else _located(client, opened.run.url, fresh, rejoin)
+        )
+        notes += found_at.notes if meeting.lead else []
+        if found_at.open is None:
+            if client is not None:
+                client.report(True, timeout_s=meeting.timeout_s)  # saves begin when all ranks have
             return Done(0, notes=notes)
         error: BaseException | None = None
-        done = Restored()
-        catalog: Catalog | None = None
+        done, catalog, extras = Restored(), None, Extras()
+        store: Store | None = None
         try:
-            store, catalog = _open(choice["url"], found)
-            absent = _absent(_shared_extras(meeting, catalog, f"{name}/extras"), weights_only)
-            extras = absent[0]
+            store, catalog = found_at.open()
+            extras = _shared_extras(meeting, catalog, f"{name}/extras")
             done = restore_tensors(
                 found.table, found.places, catalog, store, rank=meeting.rank, strict=strict, weights_only=weights_only,
-                absent=absent[1],
+                absent=[] if weights_only else _absent(extras), mapped=partial(_in_slot, opened, found_at.located),
             )  # fmt: skip
         except (CkptError, OSError) as failure:
             error = failure
+        finally:
+            if isinstance(store, LocatedStore):
+                notes += store.faults
+                store.close()
         told = meeting.agree(f"{name}/done", _said(error), _first_fault)
-        if told is None:
+        good = told is None
+        if client is not None and (good or not told["wrong_model"]):
+            good = client.report(good, "" if good else told["text"], meeting.timeout_s)
+        if good:
             assert catalog is not None
-            event({"event": "restored", "step": choice["step"], "url": choice["url"], "bytes": done.bytes_in})
-            return _finish(found, plan, catalog, extras, choice, done, notes, weights_only, new_data, seed)
-        if told["wrong_model"] or source is not None:
+            if (
+                opened.client is not None and client is None
+            ):  # restored from elsewhere: the cache's own restore ends, too
+                opened.client.locate()
+                opened.client.report(True, timeout_s=meeting.timeout_s)
+            event({"event": "restored", "step": found_at.step, "url": catalog.where, "bytes": done.bytes_in})
+            return _finish(
+                found, plan, catalog, extras, found_at.step, done, notes, weights_only, new_data, seed
+            )
+        if told is not None and (told["wrong_model"] or source is not None):
             if error is not None:
                 raise error
             raise FormatError(f"rank {told['rank']}: {told['text']}")
-        tried[choice["name"]] = f"rank {told['rank']}: {told['text']}"
-        event({"event": "passed_over", "step": choice["step"], "why": tried[choice["name"]]})
+        why = "another rank could not use it" if told is None else f"rank {told['rank']}: {told['text']}"
+        tried[found_at.name] = why
+        event({"event": "passed_over", "step": found_at.step, "why": why})
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """What all ranks restore. `open` is None for a fresh start."""
+
+    open: Callable[[], tuple[Store, Catalog]] | None
+    name: str = ""
+    step: int = 0
+    notes: tuple[str, ...] = ()
+    located: Located | None = None
+
+
+def _located(client: CacheClient, url: str, fresh: bool, rejoin: Callable[[], None]) -> _Candidate:
+    """What the cache's coordinator decided. It looks at durable storage as well."""
+    try:
+        found = client.locate()
+    except FormatError as error:
+        if not fresh:
+            raise FormatError(
+                f"{error}. Repair a step, or start afresh with restore(fresh=True)", **error.facts
+            ) from error
+        rejoin()
+        client.locate()
+        return _Candidate(None, notes=(f"starting at step 0, as asked, although {error}",))
+    if found is None:
+        return _Candidate(None, notes=(f"neither the cache nor {url} holds a step: starting at step 0",))
+
+    def open() -> tuple[Store, Catalog]:
+        store = LocatedStore(client, found)
+        return store, NativeFormat().read(store)
+
+    return _Candidate(open, f"{found.epoch}-{found.step}", found.step, found.passed_over, found)
+
+
+def _in_slot(opened: Opened, located: Located | None, path: str) -> HostBuffer | None:
+    """The registered buffer that a rank file lies in, where it is a slot of this rank."""
+    if located is None or not isinstance(opened.target, CacheTarget):
+        return None
+    nearest = located.sources[int(path.partition("-")[2].partition(".")[0])][0]
+    return opened.target.buffer_of(int(nearest.place)) if nearest.kind == "slot" else None
 
 
 def _choose(
     opened: Opened, meeting: Meeting, source: str | None, tried: Mapping[str, str], fresh: bool, name: str
-) -> dict[str, Any]:
-    """What all ranks restore: decided on rank 0. `url` is None for a fresh start."""
+) -> _Candidate:
+    """The newest whole step at the URL, or the checkpoint that was asked for; decided on rank 0."""
 
     def decide(_: Sequence[Any]) -> dict[str, Any]:
         if source is not None:
@@ -94,8 +166,7 @@ def _choose(
             return {"url": opened_.url, "name": "", "step": opened_.catalog.step or 0, "notes": opened_.notes}
         nothing = {"url": None, "name": "", "step": 0}
         try:
-            names = opened.run.names()
-            if not names:
+            if not opened.run.names():
                 return {**nothing, "notes": [f"{opened.run.url} holds no step: starting at step 0"]}
             newest = runs.newest(opened.run.url, quick=True, without=tried)
         except StoreError as error:
@@ -114,15 +185,15 @@ def _choose(
         assert newest.step is not None
         return {"url": newest.path, "name": newest.step.name, "step": newest.step.step, "notes": reasons}
 
-    found: dict[str, Any] = meeting.agree(name, None, decide)
-    return found
+    found = meeting.agree(name, None, decide)
+    url = found["url"]
+    return _Candidate(
+        None if url is None else partial(_open, url), found["name"], found["step"], tuple(found["notes"])
+    )
 
 
-def _open(url: str, found: Registration) -> tuple[Store, Catalog]:
+def _open(url: str) -> tuple[Store, Catalog]:
     """A checkpoint's store and catalog, as this rank reads it."""
-    store = stores.open_store(url)
-    if NativeFormat().detect(store):
-        return store, NativeFormat().read(store, ReadOptions())
     source = ops.open(url)
     return source.store, source.catalog
 
@@ -145,9 +216,9 @@ def _shared_extras(meeting: Meeting, catalog: Catalog, name: str) -> Extras:
     return extras_of(data[1:])
 
 
-def _absent(extras: Extras, weights_only: bool) -> tuple[Extras, list[str]]:
-    facts = extras.common.get("by_tensor", {})
-    return extras, [name for name, known in facts.items() if known.get("absent")] if not weights_only else []
+def _absent(extras: Extras) -> list[str]:
+    """Canonical tensors that had no optimizer state when they were saved."""
+    return [name for name, known in extras.common.get("by_tensor", {}).items() if known.get("absent")]
 
 
 def _said(error: BaseException | None) -> dict[str, Any] | None:
@@ -166,7 +237,7 @@ def _finish(
     plan: SavePlan,
     catalog: Catalog,
     extras: Extras,
-    choice: Mapping[str, Any],
+    step: int,
     done: Restored,
     notes: list[str],
     weights_only: bool,
@@ -177,4 +248,4 @@ def _finish(
         return Done(0, done.missing, notes)
     saved: Layout | None = catalog.layout
     notes += found.put(extras, saved, plan, found.table.device, seed, new_data=new_data)
-    return Done(int(extras.common.get("step") or choice["step"] or 0), done.missing, notes)
+    return Done(int(extras.common.get("step") or step), done.missing, notes)

@@ -23,7 +23,7 @@ from ckptkit.core.catalog import LEAF
 from ckptkit.hooks.buffers import HostBuffer, segments
 from ckptkit.hooks.holdings import Holding
 from ckptkit.hooks.planning import Move
-from ckptkit.kernels.pack import PackPlan, digest_in_place, pack
+from ckptkit.kernels.pack import PackPlan, digest_in_place, pack, unpack
 
 RING = 16 * LEAF
 """Bytes of one half of the ring."""
@@ -92,6 +92,11 @@ class HostCopies:
         """Make the views of a buffer beforehand, so that a save does not."""
         if self.parts:
             self._views(buffer)
+
+    def fill(self, buffer: HostBuffer, *, non_blocking: bool = False) -> None:
+        """The other way: from the buffer into the tensors."""
+        if self.parts:
+            torch._foreach_copy_(self._sources, self._views(buffer), non_blocking=non_blocking)
 
     def _views(self, buffer: HostBuffer) -> list[torch.Tensor]:
         found = self._targets.get(id(buffer))
@@ -275,6 +280,34 @@ class Snapshot:
             at += chunk.plan.leaf_count
         self.rest.run(buffer)
 
+    def load(self, buffer: HostBuffer, expected: torch.Tensor, streams: "Streams") -> torch.Tensor:
+        """The other way: fill the tensors from a buffer, and compare what arrived with the file's digests.
+
+        Args:
+            expected: Digests of all leaves of the file, uint8 `[leaves, 16]`, on the CPU.
+
+        Returns:
+            bool `[len(device_leaves)]` on the device: whether each leaf is what its digest says. Valid when the streams are done.
+        """
+        order = torch.from_numpy(self.device_leaves)
+        wanted = expected[order].to(self.device)
+        streams.fill(self.direct, buffer)
+        good = []
+        count = self.direct_plan.leaf_count if self.direct_plan is not None else 0
+        at = count
+        for number, chunk in enumerate(self.chunks):
+            half = self._ring[number % 2][: chunk.plan.nbytes]
+            streams.fill_packed(number % 2, half, buffer, chunk.offset)
+            good.append(unpack(chunk.plan, half, wanted[at : at + chunk.plan.leaf_count].contiguous()))
+            streams.after_unpack(number % 2)
+            at += chunk.plan.leaf_count
+        if self.direct_plan is not None:
+            assert self.digests is not None
+            streams.before_check()
+            digest_in_place(self.direct_plan, self.digests[:count])
+            good.insert(0, (self.digests[:count] == wanted[:count]).all(1))
+        return torch.cat(good) if good else torch.ones(0, dtype=torch.bool, device=self.device)
+
 
 class _Clones:
     """Copies on the device of what others than the optimizer change, taken before the trainer goes on."""
@@ -304,6 +337,19 @@ class Streams:
 
     def copy_packed(self, half: int, packed: torch.Tensor, buffer: HostBuffer, offset: int) -> None:
         buffer.tensor[offset : offset + packed.numel()].copy_(packed)
+
+    def fill(self, copies: HostCopies, buffer: HostBuffer) -> None:
+        copies.fill(buffer)
+
+    def fill_packed(self, half: int, packed: torch.Tensor, buffer: HostBuffer, offset: int) -> None:
+        """Host to a half of the ring, before it is unpacked."""
+        packed.copy_(buffer.tensor[offset : offset + packed.numel()])
+
+    def after_unpack(self, half: int) -> None:
+        """A half of the ring may be filled again when what was enqueued so far is done."""
+
+    def before_check(self) -> None:
+        """What is enqueued next reads tensors that were filled."""
 
 
 def _table_bytes(plan: PackPlan) -> int:

@@ -95,11 +95,11 @@ def open_run(url: str, cache: str, meeting: Meeting, arguments: Mapping[str, Any
         log.warning("rank=%d the cache drains to %s, not to %s", meeting.rank, drained, url)
     members = [Member(**one) for one in found["members"]]
 
-    def join(bytes_max: int) -> Lane:
+    def join(bytes_max: int, epoch: int, inc: str, fresh: bool) -> Lane:
         mine = members[meeting.rank]
         local = sum(1 for one in members[: meeting.rank] if one.node == mine.node)
         return client.join(
-            claim[0], claim[1], rank=meeting.rank, local_rank=local, members=members, bytes_max=bytes_max, timeout_s=meeting.timeout_s
+            epoch, inc, rank=meeting.rank, local_rank=local, members=members, bytes_max=bytes_max, fresh=fresh, timeout_s=meeting.timeout_s
         )  # fmt: skip
 
     return Opened(run, CacheTarget(client, meeting, claim, join), client)

@@ -8,7 +8,7 @@ import json
 import threading
 import zlib
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,9 @@ from ckptkit.engine.fill import fill
 from ckptkit.engine.sources import Sources
 from ckptkit.errors import CkptError, CoverageError, FormatError
 from ckptkit.formats.chunks import bind_names, family_of
+from ckptkit.hooks.buffers import HostBuffer
 from ckptkit.hooks.holdings import Holding, Places, catalog_of, dtype_of
+from ckptkit.hooks.loading import direct_rows, load
 from ckptkit.hooks.table import Table
 from ckptkit.stores.base import Store
 
@@ -54,12 +56,14 @@ def restore_tensors(
     strict: bool,
     weights_only: bool,
     absent: Sequence[str] = (),
+    mapped: Callable[[str], HostBuffer | None] = lambda path: None,
 ) -> Restored:
     """Fill the registered tensors from a checkpoint.
 
     Args:
         strict: Every registered tensor must be in the source.
         weights_only: Parameters, buffers and copies of them only.
+        mapped: Gives a rank file that lies in registered memory of this node, by its path.
         absent: Canonical tensors whose optimizer state was not there when it was saved; none is made for them.
 
     Raises:
@@ -91,13 +95,27 @@ def restore_tensors(
     plan = make_plan(source, target, master_from_param=weights_only)
     sources = Sources(store, source, verify=True)
     copies = copies_into(plan)
-    sink = TensorSink(wanted, target.entries.offset.tolist())
+    offsets = target.entries.offset.tolist()
+    sink = TensorSink(wanted, offsets)
+    rest = np.ones(len(copies), bool)
+    device = table.device
+    for number in np.unique(copies.src_file).tolist() if device.type == "cuda" else ():
+        buffer = mapped(source.files[number].path)
+        if buffer is None or source.leaves is None:
+            continue
+        direct = direct_rows(copies, source, number, offsets, wanted, device)
+        found.checked_leaves += load(direct, buffer, source, number, device)
+        found.bytes_in += sum(part.nbytes for part in direct.parts)
+        rest[direct.rows] = False
     try:
-        done = fill(copies, sources, np.asarray([target.files[0].size], np.int64), sink)
+        done = fill(
+            copies.take(np.flatnonzero(rest)), sources, np.asarray([target.files[0].size], np.int64), sink
+        )
         sink.finish()
     finally:
         sources.close()
-    found.bytes_in, found.checked_leaves = done.bytes_in, done.checked_leaves
+    found.bytes_in += done.bytes_in
+    found.checked_leaves += done.checked_leaves
     return found
 
 

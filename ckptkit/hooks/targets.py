@@ -267,7 +267,7 @@ class CacheTarget(Target):
     """The cache of the node: the daemon hashes, commits across nodes, replicates and drains.
 
     Args:
-        join: Joins the epoch with the bytes of the largest rank file, and gives this rank's slots.
+        join: Joins an epoch; takes the bytes of the largest rank file, epoch, incarnation and whether it starts from nothing.
     """
 
     levels = True
@@ -279,17 +279,31 @@ class CacheTarget(Target):
         self._buffers: dict[int, HostBuffer] = {}
         self._lane: Lane | None = None
         self._index_hash = ""
+        self.fresh = False
 
     def prepare(self, plan: SavePlan) -> Sequence[HostBuffer]:
         if self._lane is None or self._lane.slot_bytes < plan.size:
             for buffer in self._buffers.values():
                 buffer.close()
-            self._lane = self._join(plan.largest)
+            self._lane = self._join(plan.largest, self.epoch, self.inc, self.fresh)
             self._buffers = {slot.number: HostBuffer(slot.buffer, slot) for slot in self._lane.slots}
         for buffer in self._buffers.values():
             buffer.prepared = False
         self._index_hash = self.client.put_index(plan.index)
         return list(self._buffers.values())
+
+    def rejoin(self, claim: tuple[int, str]) -> None:
+        """Leave this epoch for a new one, which starts from nothing; `prepare` follows."""
+        self.epoch, self.inc = claim
+        self.fresh, self._lane = True, None
+        for buffer in self._buffers.values():
+            buffer.close()
+        self._buffers = {}
+
+    def buffer_of(self, number: int) -> HostBuffer | None:
+        """The buffer of a slot, where it is one of this rank's and registered."""
+        found = self._buffers.get(number)
+        return found if found is not None and found.mode == "registered" else None
 
     def take(self, step: int, nbytes: int, timeout_s: float) -> HostBuffer:
         until = time.monotonic() + timeout_s

@@ -189,3 +189,21 @@ def world_of(rank: int, world: int, url: str) -> Any:
     ckpt.save()
     ckpt.close()
     return ckpt._plan.size, ckpt._plan.total
+
+
+def cached(rank: int, world: int, kind: str, url: str, socket: str, upto: int, level: int) -> Any:
+    """Train with the node's cache, and end as a killed process does: nothing is closed."""
+    net, opt, step = make(kind, rank, world)
+    ckpt = Checkpointer(url, cache=socket, every=1, busy="wait", timeout_s=60)
+    ckpt.register(model=net, optimizer=opt)
+    first = ckpt.restore()
+    restored = whole(net, opt) if first else {}
+    losses = []
+    for number in range(first, upto):
+        losses.append(step(number))
+        ckpt.on_step_end(number + 1)
+        ckpt.wait(1)
+    if upto > first:
+        ckpt.wait(level)
+    state = whole(net, opt)
+    return {"first": first, "losses": losses, "restored": restored, "state": state}

@@ -187,7 +187,7 @@ def test_saving_in_the_middle_of_gradient_accumulation(
 
     assert not ckpt.on_step_end(2)
     assert "gradient accumulation" in caplog.text
-    with pytest.raises(UsageError, match="2 saves in a row failed.*gradient accumulation"):
+    with pytest.raises(UsageError, match=r"2 saves in a row failed.*gradient accumulation"):
         ckpt.on_step_end(3)
     ckpt.close()
     assert steps_in(str(tmp_path)) == ["step-00000001.e1"]

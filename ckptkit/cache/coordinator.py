@@ -97,7 +97,8 @@ class Coordinator:
         self._deadline = now + settings.inventory_s
         self._loaded: set[str] = set()
         self._drained: set[str] = set()
-        self._drain_fails = self._drain_due = self._writing_manifest = False
+        self._drain_fails: float | None = None
+        self._drain_due = self._writing_manifest = False
         self._manifest_at = now
 
     @classmethod
@@ -182,10 +183,13 @@ class Coordinator:
         self._latencies.append(now - ballot.started)
         self.ballots = {step: other for step, other in self.ballots.items() if step > version.step}
         aborted = tuple(step for step in self.record.aborted if step > version.step)
-        record = replace(self.record, newest=version, aborted=aborted, cand=self.record.cand or version)
+        cand = self.record.cand
+        if cand is None or cand.epoch != version.epoch:  # this epoch's own saves lie where its copies go
+            cand = version
+        record = replace(self.record, newest=version, aborted=aborted, cand=cand)
         notes: list[Effect] = [Note("commit", (("step", version.step), ("seconds", now - ballot.started)))]
         if self.settings.drain_every and version.step % self.settings.drain_every == 0:
-            if record.drain is None or self._drain_fails:
+            if record.drain is None or self._drain_fails is not None:
                 record = self._draining(record, version)
             else:
                 notes.append(Note("drain_skipped", (("step", version.step),)))
@@ -344,7 +348,7 @@ class Coordinator:
 
     def _draining(self, record: Record, version: Version) -> Record:
         self._drained.clear()
-        self._drain_fails = self._writing_manifest = False
+        self._drain_fails, self._writing_manifest = None, False
         return replace(record, drain=version)
 
     def _drain_request(self) -> list[Effect]:
@@ -357,7 +361,7 @@ class Coordinator:
             return [
                 Note("drain_refused", (("step", record.newest.step), ("reason", "saved in another layout")))
             ]
-        if record.drain is not None and not self._drain_fails:
+        if record.drain is not None and self._drain_fails is None:
             self._drain_due = True
             return []
         return self._publish(self._draining(record, record.newest), None)
@@ -366,9 +370,10 @@ class Coordinator:
         if self.record is None or report.version != self.record.drain:
             return [Send(report.node, self.record)] if self.record else []
         if report.failure:
-            self._drain_fails = True
+            self._drain_fails = now if self._drain_fails is None else self._drain_fails
             return [Note("drain_failed", (("node", report.node), ("reason", report.failure)))]
         self._drained.add(report.node)
+        self._drain_fails = None
         return self._write_manifest(now)
 
     def _write_manifest(self, now: float) -> list[Effect]:
@@ -389,7 +394,7 @@ class Coordinator:
             return []
         self._writing_manifest = False
         if event.failure:
-            self._drain_fails = True
+            self._drain_fails = now if self._drain_fails is None else self._drain_fails
             return [Note("drain_failed", (("node", "coordinator"), ("reason", event.failure)))]
         record = replace(record, drain=None, durable=event.version)
         if self._drain_due and record.newest != event.version and record.newest is not None:
@@ -428,6 +433,12 @@ class Coordinator:
             if cand != self.record.cand or not self.record.degraded:
                 effects += self._publish(replace(self.record, cand=cand, degraded=True), now)
                 effects.append(Note("replica_degraded"))
+        record = self.record
+        failing = self._drain_fails is not None and now - self._drain_fails >= self.settings.replica_s
+        if failing and record.newest is not None and record.newest not in (record.drain, record.durable):
+            # Its slots are wanted for saves; when the store comes back, the newest step is worth most.
+            effects.append(Note("drain_skipped", (("step", record.drain.step if record.drain else 0),)))
+            effects += self._publish(self._draining(record, record.newest), None)
         if now - self._manifest_at >= self.settings.resend_s:
             effects += self._write_manifest(now)
         return effects

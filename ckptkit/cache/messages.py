@@ -215,11 +215,15 @@ class Record:
             return True
         return self.newest is not None and version < self.newest
 
-    def supersedes(self, version: Version) -> bool:
-        """Whether no one will ask for the version again, so that its slots may be used for others."""
+    def supersedes(self, version: Version, *, own: bool = True) -> bool:
+        """Whether no one will ask for the version again, so that its slots may be used for others.
+
+        A drain reads from the nodes of the shards' ranks (`own`) only: other nodes' copies are not held for it, since the pool
+        has room for those of `keep` and `cand`.
+        """
         if self.bans.hard(version):
             return True
-        if version in (self.newest, self.keep, self.cand, self.drain):
+        if version in (self.newest, self.keep, self.cand) or (own and version == self.drain):
             return False
         if version.epoch < self.epoch or self.rejects(version):
             return True

@@ -142,7 +142,7 @@ class Replication:
             if r.state == "WRITING"
             and r.writer is None
             and r.version is not None
-            and record.supersedes(r.version)
+            and record.supersedes(r.version, own=r.lane != REPLICA)
         ]
         wanted = (record.keep, record.cand)
         self.told = {key: told for key, told in self.told.items() if key[0] in wanted}
@@ -196,7 +196,7 @@ class Replication:
 
     def _offered(self, offer: Offer) -> list[Effect]:
         shard, table, record = offer.shard, self.node.table, self.node.record
-        if record is None or not self.node.trains or record.supersedes(shard.version):
+        if record is None or not self.node.trains or record.supersedes(shard.version, own=False):
             return []
         if (held := table.find(shard.version, shard.rank)) is not None:
             return [self._answer(offer, "have" if held.digest == shard.digest else "full")]

@@ -73,7 +73,7 @@ class SlotTable:
         found = self._records[slot]
         if found.state != "SEALED" or self.refs[slot] or found.version is None or record is None:
             return False
-        return record.supersedes(found.version)
+        return record.supersedes(found.version, own=found.lane != REPLICA)
 
     def pick(self, lane: str, record: Record | None) -> int | None:
         """A free slot of the lane, else its oldest evictable one, else None."""
@@ -105,7 +105,7 @@ class SlotTable:
         found = self._records[slot]
         if found.state != "SEALED" or record is None or found.version is None:
             return found.state
-        if record.supersedes(found.version):
+        if record.supersedes(found.version, own=found.lane != REPLICA):
             return "EVICTABLE"
         if found.version == record.durable:
             return "DRAINED"

@@ -163,7 +163,9 @@ def torn_slot_taken_for_sealed() -> Patches:
 
     def recovered(cls: type[SlotTable], stored: Any, expected: SlotTable) -> SlotTable:
         taken = [
-            replace(r, state="SEALED", digest="0" * 32) if r.state == "WRITING" and not r.writer_done else r
+            replace(r, state="SEALED", digest="0" * 32, index_hash="1d" * 16)
+            if r.state == "WRITING" and not r.writer_done
+            else r
             for r in stored
         ]
         return real(cls, taken, expected)
@@ -184,7 +186,7 @@ def manifest_before_all_shards() -> Patches:
 
 def drained_version_not_protected() -> Patches:
     real = Record.supersedes
-    return {(Record, "supersedes"): lambda self, version: real(replace(self, drain=None), version)}
+    return {(Record, "supersedes"): lambda self, version, own=True: real(self, version, own=False)}
 
 
 @contextmanager

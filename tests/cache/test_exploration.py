@@ -87,7 +87,7 @@ CATCHES: dict[Callable[[], Patches], tuple[Callable[[], World], Budget, int, str
     mutations.vote_before_the_slot_is_stored: (lambda: scenarios.saving(2, 1), KILLED, 7, "I4"),
     mutations.slot_handed_out_before_it_is_stored: (lambda: scenarios.cluster(2, 1), CALM, 3, "I6"),
     mutations.no_fence: (lambda: scenarios.restarting(2, 1), CALM, 5, "I"),
-    mutations.torn_slot_taken_for_sealed: (lambda: scenarios.daemon_down(2, 1), Budget(0, 1, 0, steps=1), 9, "I"),
+    mutations.torn_slot_taken_for_sealed: (lambda: scenarios.daemon_down(2, 1), Budget(0, 2, 0, steps=1), 10, "I"),
     mutations.manifest_before_all_shards: (lambda: scenarios.draining(2, 1), CALM, 4, "I10"),
     mutations.drained_version_not_protected: (lambda: scenarios.draining_long(2, 1), CALM, 4, "I7"),
 }  # fmt: skip

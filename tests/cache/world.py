@@ -687,12 +687,9 @@ class World:
             stored = host.disk.coordinator.record if host.disk.coordinator else None
             if stored is None or stored.epoch != self.epochs:
                 continue
-            if before.version in (
-                stored.newest,
-                stored.keep,
-                stored.cand,
-                stored.drain,
-            ) and not stored.bans.hard(before.version):
+            drain = stored.drain if before.lane != "replica" else None  # read from the own lanes only
+            wanted = before.version in (stored.newest, stored.keep, stored.cand, drain)
+            if wanted and not stored.bans.hard(before.version):
                 raise Violation("I7", f"{where} held {before.version}, which is protected")
 
     def _write_coordinator(self, host: Host, stored: CoordinatorRecord) -> None:

@@ -506,7 +506,7 @@ class Daemon:
             case Note(name, facts):
                 self.notes.take(name, dict(facts))
             case AskInventories(epoch):
-                self._ask_inventories(epoch)
+                self.task(self._ask_inventories(epoch))
             case ListDurable():
                 self.task(self._list_durable())
             case WriteManifest(version):
@@ -662,14 +662,14 @@ class Daemon:
 
     # ── restore ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _ask_inventories(self, epoch: Epoch) -> None:
+    async def _ask_inventories(self, epoch: Epoch) -> None:
+        """Former members first, once: the restore is decided when the last member has answered."""
+        former = [item for item in self.former.items() if item[0] not in epoch.addresses]
+        await asyncio.gather(*(self._ask_inventory(*item, again=False) for item in former))
         for node, address in epoch.addresses.items():
-            self.task(self._ask_inventory(epoch, node, address, again=True))
-        for node, address in self.former.items():
-            if node not in epoch.addresses:
-                self.task(self._ask_inventory(epoch, node, address, again=False))
+            self.task(self._ask_inventory(node, address, again=True))
 
-    async def _ask_inventory(self, epoch: Epoch, node: str, address: str, *, again: bool) -> None:
+    async def _ask_inventory(self, node: str, address: str, *, again: bool) -> None:
         coordinator = self.coordinator
         while coordinator is not None and coordinator is self.coordinator:
             found: Inventory | None

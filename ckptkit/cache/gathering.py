@@ -106,7 +106,7 @@ class Gathering:
             rows.append(
                 {
                     "rank": record.rank,
-                    "size": record.used,
+                    "size": digests.data_start + digests.data_size,
                     "digest": digests.content.hex(),
                     "extras": digests.extras.hex(),
                 }

@@ -17,13 +17,16 @@ the routes' patterns: no request can name a path.
 
 import asyncio
 import json
+import logging
 import os
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
+from aiohttp.http_exceptions import HttpProcessingError
 
 from ckptkit.cache.codec import MessageError, decode, encode
 from ckptkit.cache.config import CacheConfig
@@ -84,14 +87,25 @@ class HttpServer:
                 web.get("/metrics", self._metrics),
             ]
         )
-        metrics = self.metrics
+        metrics, log = self.metrics, self.log
 
         class Count(AbstractAccessLogger):
             def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
                 metrics.http_requests.labels(_route(request), response.status).inc()
+                if not isinstance(request, web.Request):  # the parser gave up before there was one
+                    metrics.refused.labels("http", "malformed").inc()
+                    log(
+                        "request refused",
+                        code=response.status,
+                        reason="no HTTP that is understood",
+                        peer=request.remote,
+                    )
 
         self._runner = web.AppRunner(
-            app, access_log_class=Count, keepalive_timeout=config.limits.idle_s * self._scale
+            app,
+            access_log_class=Count,
+            logger=_logger(log),
+            keepalive_timeout=config.limits.idle_s * self._scale,
         )
         await self._runner.setup()
         assert self._runner.server is not None
@@ -260,6 +274,26 @@ class HttpServer:
         except TimeoutError:
             self.metrics.refused.labels("http", "slow").inc()
             raise _HttpError(408, "the body did not arrive in time") from None
+
+
+class _Faults(logging.Handler):
+    """What aiohttp logs, as lines of ours: a peer that speaks no HTTP is no reason for a traceback."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__()
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if record.exc_info and not isinstance(error, HttpProcessingError):
+            trace = "".join(traceback.format_exception(*record.exc_info, limit=-4))
+            self._log("fault in a request", error=f"{type(error).__name__}: {error}", traceback=trace)
+
+
+def _logger(log: Log) -> logging.Logger:
+    made = logging.Logger("ckptkit.cache.http", logging.ERROR)
+    made.addHandler(_Faults(log))
+    return made
 
 
 class _HttpError(Exception):

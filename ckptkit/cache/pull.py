@@ -96,18 +96,19 @@ class Puller:
             if not self._waiting:
                 return
             job = self._waiting.popleft()
-        effect, reason = job.effect, ""
+        effect, reason, used = job.effect, "", 0
         try:
-            self._run(job)
+            used = self._run(job)
         except CkptError as error:
             reason = str(error)
         except Exception as error:  # noqa: BLE001  (a slot must never stay WRITING because of a fault of ours)
             reason = f"{type(error).__name__}: {error}"
         self._jobs.pop((effect.slot, effect.seq), None)
         if not self._closed:
-            self._done(Pulled(effect.slot, effect.seq, reason[:900]))
+            self._done(Pulled(effect.slot, effect.seq, reason[:900], used))
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, job: _Job) -> int:
+        """Fetch a shard; gives the size of its rank file. Raises CkptError."""
         effect = job.effect
         raw, digests = digests_of(job.copies, effect.shard.digest)
         version = effect.shard.version
@@ -135,6 +136,7 @@ class Puller:
             self._ranges_of(job, digests, view)
         self._tmpfs.write_side(effect.slot, "extras", extras)
         self._tmpfs.write_side(effect.slot, "digests", raw)
+        return used
 
     def _ranges_of(self, job: _Job, digests: RankDigests, view: memoryview) -> None:
         used = digests.data_start + digests.data_size

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import os
 import socket
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -183,6 +184,14 @@ class UdsServer:
             self._log("connection closed", session=session.number, reason=str(error))
         except OSError:
             pass
+        except Exception as error:  # a fault of ours in one call must not touch others
+            self._refused("fault")
+            self._log(
+                "fault in a call",
+                session=session.number,
+                error=f"{type(error).__name__}: {error}",
+                traceback=traceback.format_exc(limit=-4),
+            )
         finally:
             session.sock.close()
             self._closed(session)
@@ -190,16 +199,15 @@ class UdsServer:
 
     async def _answer(self, session: Session, message: Message) -> None:
         number = message.fields.pop("id", None)
-        if type(number) is not int or not isinstance(message.fields.get("call"), str):
+        name = message.fields.get("call")
+        if type(number) is not int or not isinstance(name, str):
             raise WireError("a message is no call: it has no id or no name")
         try:
             reply = await self._handle(session, message)
         except CallError as error:
             if error.code in (400, 403, 413):
                 self._refused(str(error.code))
-                self._log(
-                    "call refused", call=message.fields["call"][:40], code=error.code, reason=str(error)
-                )
+                self._log("call refused", call=name[:40], code=error.code, reason=str(error))
             reply = Reply({"error": {"code": error.code, "detail": str(error)[:2000]}})
         try:
             await session.send({"id": number, **reply.fields}, reply.blobs, reply.fds)

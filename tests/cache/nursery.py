@@ -70,8 +70,15 @@ class Nursery:
     def shared(cls) -> "Nursery":
         if cls._one is None:
             cls._one = cls()
-            atexit.register(cls._one.close)
+            atexit.register(cls.fresh)
         return cls._one
+
+    @classmethod
+    def fresh(cls) -> None:
+        """End the shared one; the next has today's environment."""
+        if cls._one is not None:
+            cls._one.close()
+            cls._one = None
 
     def start(self, kind: str, arguments: Sequence[str], stdin: int, stdout: int, stderr: int) -> Child:
         """Fork a `daemon` or a `rank`."""

@@ -41,6 +41,7 @@ _PIECE = 8 << 20
 
 _TLS_PIECE = 1 << 20
 _VERSION = r"{epoch:\d{1,16}}/{step:\d{1,16}}/{inc:[0-9a-f]{32}}"
+_SEEN = "seen"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -92,7 +93,7 @@ class HttpServer:
         class Count(AbstractAccessLogger):
             def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
                 metrics.http_requests.labels(_route(request), response.status).inc()
-                if not isinstance(request, web.Request):  # the parser gave up before there was one
+                if _SEEN not in request:  # the parser gave up before there was one
                     metrics.refused.labels("http", "malformed").inc()
                     log(
                         "request refused",
@@ -128,6 +129,7 @@ class HttpServer:
     async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         assert self._door is not None
         self._door.busy(request, True)
+        request[_SEEN] = True
         try:
             self._admit(request)
             return await handler(request)
@@ -291,8 +293,8 @@ class _Faults(logging.Handler):
 
 
 def _logger(log: Log) -> logging.Logger:
-    made = logging.Logger("ckptkit.cache.http", logging.ERROR)
-    made.addHandler(_Faults(log))
+    made = logging.getLogger("ckptkit.cache.http")
+    made.handlers, made.propagate = [_Faults(log)], False
     return made
 
 

@@ -122,6 +122,8 @@ def read_whole(
                         _add(item, ROLE_OF[slot], tensor, place, add, where)
             halves = [name for name in names if dtypes[name].itemsize == 2] if mains is not None else []
             rows = mains[k] if isinstance(mains, list) and k < len(mains) else []
+            if len(rows) == len(names):  # of float32 weights too: from a checkpoint that had both
+                halves = names
             if len(rows) != len(halves):
                 raise FormatError(
                     f"{where}: optimizer group {k} has {len(rows)} fp32 weights for {len(halves)} parameters"

@@ -2,9 +2,12 @@
 
 import os
 import random
+import threading
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -219,3 +222,27 @@ def test_s3_without_credentials_is_told(bucket: str, monkeypatch: pytest.MonkeyP
         assert caught.value.attempts == 1
     finally:
         fsspec.filesystem("s3").clear_instance_cache()
+
+
+def test_libraries_with_one_connection_are_asked_one_thing_at_a_time() -> None:
+    """Threads take turns, open files included; what an open file gives is not changed."""
+    inside, most = [0], [0]
+
+    class Single:
+        size = 3
+
+        def open(self, name: str) -> "Single":
+            return self.read(name) or self
+
+        def read(self, name: str = "") -> Any:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            threading.Event().wait(0.001)
+            inside[0] -= 1
+            return None
+
+    files = filesystems._OneAtATime(Single(), threading.RLock())
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(lambda: files.open("a").read()) for _ in range(40)]:
+            assert done.result() is None
+    assert most == [1] and files.size == 3

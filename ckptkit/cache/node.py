@@ -10,7 +10,6 @@ from ckptkit.cache.events import (
     Abort,
     Answer,
     Begin,
-    Begun,
     Called,
     CancelDrain,
     CloseSession,
@@ -26,7 +25,6 @@ from ckptkit.cache.events import (
     Loaded,
     MarkBad,
     NodeEvent,
-    Note,
     Operator,
     OwnerExited,
     Pressure,
@@ -63,35 +61,16 @@ from ckptkit.cache.messages import (
     Record,
     RestoreDecision,
     RestoreReport,
-    Sealed,
-    Shard,
     SlotRecord,
     ToNode,
     Version,
-    Vote,
 )
 from ckptkit.cache.replication import Replication
+from ckptkit.cache.saves import Saves, Session
 from ckptkit.cache.settings import Settings
 from ckptkit.cache.slots import SlotTable, own_lane
 
 LONG_AGO = float("-inf")
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """One connection of a rank that has joined the present epoch."""
-
-    rank: int
-    local_rank: int
-    owner: Owner
-
-
-@dataclass(slots=True)
-class Save:
-    """A step of the present epoch that some local rank began and that is not decided. `refusal`: it cannot become whole."""
-
-    refusal: str = ""
-    sent: float = LONG_AGO
 
 
 @dataclass
@@ -126,11 +105,10 @@ class Node:
     restore: RestoreDecision | None = None
     sessions: dict[int, Session] = field(default_factory=dict)
     owners: dict[int, Owner] = field(default_factory=dict)
-    saves: dict[int, Save] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.saves = Saves(self)
         self.replication = Replication(self)
-        self._last_step: dict[int, int] = {}
         self._loaded: dict[int, str] = {}
         self._reported = self._polled = self._asked_drain = LONG_AGO
         self._fenced: dict[Owner, float] = {}
@@ -189,7 +167,7 @@ class Node:
             case Received(message):
                 return self._received(message, now)  # type: ignore[arg-type]
             case Hashed():
-                return self._hashed(event, now)
+                return self.saves.hashed(event, now)
             case Pulled() | PullProgress() | Scrubbed() | Repaired() | Pressure() | SlotReady():
                 return self.replication.handle(event, now)
             case Drained():
@@ -210,11 +188,11 @@ class Node:
             return [Answer(session, 409, "this connection has joined no epoch, or a later one has begun")]
         match call:
             case Begin():
-                return self._begin(session, who, call, now)
+                return self.saves.begin(session, who, call, now)
             case Seal():
-                return self._seal(session, who, call, now)
+                return self.saves.seal(session, who, call, now)
             case Abort(slot):
-                return self._give_up(session, who, slot, now)
+                return self.saves.give_up(session, who, slot, now)
             case Loaded(attempt, failure):
                 if self.restore is None or attempt != self.restore.attempt:
                     return [Answer(session, 409, "another attempt of the restore is on")]
@@ -265,8 +243,9 @@ class Node:
         effects: list[Effect] = [WriteEpoch(epoch)]
         effects += [CloseSession(session, "FENCED") for session in self.sessions]
         self.epoch, self.restore = epoch, None
-        for held in (self.sessions, self.owners, self.saves, self._last_step, self._loaded):
+        for held in (self.sessions, self.owners, self._loaded):
             held.clear()
+        self.saves.new_epoch()
         self._reported = self._polled = LONG_AGO
         effects += self._quarantine(now)
         if self._drain is not None:
@@ -282,9 +261,7 @@ class Node:
         for found in self.table:
             if found.writer is None or found.writer_done or found.version is None:
                 continue
-            if found.state == "QUARANTINED" or (
-                found.state == "WRITING" and not self._current(found.version)
-            ):
+            if found.state == "QUARANTINED" or (found.state == "WRITING" and not self.current(found.version)):
                 if found.state == "WRITING":
                     effects.append(WriteSlot(self.table.quarantine(found.slot)))
                 self._fenced.setdefault(found.writer, now)
@@ -297,9 +274,7 @@ class Node:
         self.sessions = {key: who for key, who in self.sessions.items() if who.owner != owner}
         for rank, holder in self.owners.items():
             if holder == owner:
-                for step in list(self.saves):
-                    if not self._in_hand(step, rank):
-                        effects += self._refuse(step, f"rank {rank} exited", now)
+                effects += self.saves.exited(rank, now)
         return effects
 
     def _recover(self, now: float) -> list[Effect]:
@@ -313,141 +288,9 @@ class Node:
                 else:
                     effects.append(WatchOwner(found.writer))
                     self.owners[found.rank] = found.writer
-            if self._current(found.version) and self._mine(found):
-                self.saves.setdefault(found.version.step, Save())
-                self._last_step[found.rank] = max(found.version.step, self._last_step.get(found.rank, -1))
+            if self.current(found.version) and self.mine(found):
+                self.saves.recovered(found)
         return effects + self.replication.recover()
-
-    # --- saves ------------------------------------------------------------------------------------------------------------
-
-    def _begin(self, session: int, who: Session, call: Begin, now: float) -> list[Effect]:
-        if not self.trains:
-            return [Answer(session, 425, "the restore has not ended")]
-        assert self.epoch is not None and self.record is not None
-        version = self.epoch.version(call.step)
-        for found in self.table.written_by(who.owner):
-            if found.version == version and found.state == "WRITING":
-                return [Begun(session, found.slot)]  # asked again, since the answer got lost
-        if call.step <= self._last_step.get(who.rank, -1):
-            return [Answer(session, 409, f"rank {who.rank} is past step {call.step}")]
-        self._last_step[who.rank] = call.step
-        effects: list[Effect] = []
-        for step in list(self.saves):
-            if step < call.step and not self._in_hand(step, who.rank):
-                effects += self._refuse(step, f"rank {who.rank} skipped it", now)
-        if self._decided(version):
-            return [*effects, Answer(session, 409, "the save was aborted")]
-        save = self.saves.setdefault(call.step, Save())
-        if save.refusal:
-            return [*effects, Answer(session, 409, f"the save was given up: {save.refusal}")]
-        if call.nbytes > self.table.slot_bytes:
-            problem = f"{call.nbytes} bytes do not fit into slots of {self.table.slot_bytes}"
-            return [*effects, *self._refuse(call.step, problem, now), Answer(session, 413, problem)]
-        slot = self.table.pick(own_lane(who.local_rank), self.record)
-        if slot is None:
-            return [
-                *effects,
-                *self._refuse(call.step, "no free slot", now),
-                Answer(session, 429, "no free slot"),
-            ]
-        shard = Shard(version, who.rank, self.epoch.world, "", call.nbytes, "")
-        begun = self.table.begin(slot, self.record, shard, who.owner)
-        return [*effects, WriteSlot(begun), Begun(session, slot)]
-
-    def _seal(self, session: int, who: Session, call: Seal, now: float) -> list[Effect]:
-        found = self.table.get(call.slot)
-        if (
-            found is None
-            or found.writer != who.owner
-            or found.version is None
-            or not self._current(found.version)
-        ):
-            return [Answer(session, 409, f"slot {call.slot} is not this rank's to seal")]
-        if found.state == "SEALED" or (found.state == "WRITING" and found.writer_done):
-            return [Answer(session, 200)]
-        if found.state != "WRITING":
-            return [Answer(session, 409, f"slot {call.slot} is {found.state}")]
-        if self._doomed(found.version):
-            return [WriteSlot(self.table.free(call.slot)), Answer(session, 409, "the save was aborted")]
-        if call.used > self.table.slot_bytes:
-            freed = WriteSlot(self.table.free(call.slot))
-            return [
-                freed,
-                *self._refuse(found.version.step, "larger than its slot", now),
-                Answer(session, 413),
-            ]
-        written = self.table.written(call.slot, call.used, call.index_hash)
-        return [WriteSlot(written), Answer(session, 200), HashSlot(written.slot, written.seq)]
-
-    def _give_up(self, session: int, who: Session, slot: int, now: float) -> list[Effect]:
-        found = self.table.get(slot)
-        if found is None or found not in self.table.written_by(who.owner) or found.state != "WRITING":
-            return [Answer(session, 409, f"slot {slot} is not being written by this rank")]
-        assert found.version is not None
-        freed = WriteSlot(self.table.free(slot))
-        return [
-            freed,
-            *self._refuse(found.version.step, f"rank {who.rank} gave it up", now),
-            Answer(session, 200),
-        ]
-
-    def _hashed(self, event: Hashed, now: float) -> list[Effect]:
-        found = self.table[event.slot]
-        if (found.seq, found.state, found.writer_done) != (event.seq, "WRITING", True):
-            return []
-        assert found.version is not None
-        current = self._current(found.version)
-        if not event.digest:
-            effects: list[Effect] = [
-                WriteSlot(self.table.free(event.slot)),
-                Note("hash_mismatch", (("where", "seal"),)),
-            ]
-            return effects + (
-                self._refuse(found.version.step, event.reason or "digests differ", now) if current else []
-            )
-        if current and self._doomed(found.version):
-            return [WriteSlot(self.table.free(event.slot))]
-        effects = [WriteSlot(self.table.seal(event.slot, event.digest)), StateChanged()]
-        return effects + (self._vote(found.version.step, now) if current else [])
-
-    def _vote(self, step: int, now: float) -> list[Effect]:
-        """Say that the node has its part of a step, or that it will not; nothing while that is open."""
-        save = self.saves.get(step)
-        if save is None or not self.trains:
-            return []
-        assert self.epoch is not None
-        me = (self.epoch.epoch, self.epoch.inc, self.name)
-        if save.refusal:
-            vote = Vote(*me, step, refusal=save.refusal)
-        else:
-            own = [self.table.find(self.epoch.version(step), rank) for rank in self.epoch.ranks[self.name]]
-            parts = [found for found in own if found is not None]
-            if len(parts) < len(own):
-                return []
-            if len({found.index_hash for found in parts}) > 1:
-                return self._refuse(step, "ranks have different indexes", now)
-            seals = tuple(Sealed(found.rank, found.digest) for found in parts)
-            vote = Vote(*me, step, parts[0].index_hash, seals)
-        save.sent = now
-        return [Send(self.epoch.coordinator, vote)]
-
-    def _refuse(self, step: int, reason: str, now: float) -> list[Effect]:
-        if self.epoch is None or self._doomed(self.epoch.version(step)):
-            return []
-        save = self.saves.setdefault(step, Save())
-        if save.refusal:
-            return []
-        save.refusal = reason[:1000]
-        return [*self._vote(step, now), Note("save_refused", (("step", step), ("reason", reason)))]
-
-    def _in_hand(self, step: int, rank: int) -> bool:
-        """Whether the rank's shard of a step is being written, hashed or sealed."""
-        assert self.epoch is not None
-        version = self.epoch.version(step)
-        return any(
-            r.version == version and r.rank == rank and r.state in ("WRITING", "SEALED") and self._mine(r)
-            for r in self.table
-        )
 
     # --- from the coordinator ---------------------------------------------------------------------------------------------
 
@@ -471,10 +314,7 @@ class Node:
             return []
         self.record = record
         effects = self._ban(record.bans, tell=False)
-        assert self.epoch is not None
-        for step in list(self.saves):
-            if self._decided(self.epoch.version(step)):
-                del self.saves[step]
+        self.saves.new_record()
         effects += self.replication.new_record(now)
         effects += self._follow_drain(now)
         if self._drain_wanted and record.newest == record.durable:
@@ -553,9 +393,7 @@ class Node:
         if self.epoch is None:
             return effects
         again = now - self.settings.resend_s
-        for step, save in list(self.saves.items()):
-            if save.sent <= again:
-                effects += self._vote(step, now)
+        effects += self.saves.tick(now)
         if self._reported <= again:
             effects += self._report(now)
         if self._drain is not None and self._drain.report is not None and self._drain.sent <= again:
@@ -564,7 +402,7 @@ class Node:
         if self._drain_wanted and self._asked_drain <= again:
             effects += self._ask_drain(now)
         effects += self.replication.tick(now)
-        waits = self.saves or not self.trains or self._drain_wanted
+        waits = self.saves.open or not self.trains or self._drain_wanted
         if now - self._polled >= (self.settings.resend_s if waits else self.settings.idle_poll_s):
             self._polled = now
             dseq = self.record.dseq if self.record is not None and self.trains else 0
@@ -581,10 +419,10 @@ class Node:
             and (message.epoch, message.inc) == (self.epoch.epoch, self.epoch.inc)
         )  # fmt: skip
 
-    def _current(self, version: Version) -> bool:
+    def current(self, version: Version) -> bool:
         return self.epoch is not None and (version.epoch, version.inc) == (self.epoch.epoch, self.epoch.inc)
 
-    def _mine(self, found: SlotRecord) -> bool:
+    def mine(self, found: SlotRecord) -> bool:
         """Whether it is an own shard of one of this node's ranks."""
         return (
             self.epoch is not None
@@ -592,11 +430,11 @@ class Node:
             and found.rank in self.epoch.ranks.get(self.name, ())
         )
 
-    def _doomed(self, version: Version) -> bool:
+    def doomed(self, version: Version) -> bool:
         """Whether a version of this epoch is aborted or superseded."""
         return self.record is not None and self._of_epoch(self.record) and self.record.supersedes(version)
 
-    def _decided(self, version: Version) -> bool:
+    def decided(self, version: Version) -> bool:
         assert self.record is not None
         newest = self.record.newest
-        return self._doomed(version) or (newest is not None and version <= newest)
+        return self.doomed(version) or (newest is not None and version <= newest)

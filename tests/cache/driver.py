@@ -219,7 +219,7 @@ class Trace:
                 )
                 fine = (
                     found.state in ("FREE", "RETIRED") or wanted or writing or host.node.table.evictable(found.slot, host.node.record)
-                    or (found.state == "SEALED" and found.version is not None and not host.node._decided(found.version))
+                    or (found.state == "SEALED" and found.version is not None and not host.node.decided(found.version))
                 )  # fmt: skip
                 assert fine, f"I14: slot {found.slot} of {name} is stuck: {found}, record {record}"
 

@@ -214,7 +214,7 @@ def _kind(cls: type) -> tuple[str, tuple[str, ...]]:
         elif cls is Cliques:
             _KINDS[cls] = ("cliques", ())
         elif hasattr(cls, "__slots__"):
-            _KINDS[cls] = ("slots", tuple(f.name for f in fields(cls)))  # type: ignore[arg-type]
+            _KINDS[cls] = ("slots", tuple(f.name for f in fields(cls)))
         else:
             _KINDS[cls] = ("object", ())
     return _KINDS[cls]
@@ -264,7 +264,7 @@ def calm(world: World) -> None:
             continue
         node, coordinator = host.node, host.coordinator
         if node is not None:
-            for save in node.saves.values():
+            for save in node.saves.open.values():
                 save.sent = NEVER
             node._reported = node._polled = node._asked_drain = node.replication._held_sent = NEVER
             node._fenced = dict.fromkeys(node._fenced, 0.0)
@@ -289,8 +289,8 @@ def purge(world: World, left: Budget) -> None:
         if node is not None and node.epoch is not None:
             if message.epoch < node.epoch.epoch:
                 continue
-            same = node.record is not None and node.record.inc == message.inc
-            if type(message) is Record and same and message.dseq <= node.record.dseq and not left.crashes:
+            seen = node.record.dseq if node.record is not None and node.record.inc == message.inc else 0
+            if type(message) is Record and message.dseq <= seen and not left.crashes:
                 continue
         kept.append((to, message))
     if len(kept) < len(world.bag):

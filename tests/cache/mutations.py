@@ -11,6 +11,7 @@ from ckptkit.cache import restore
 from ckptkit.cache.coordinator import Coordinator
 from ckptkit.cache.messages import Record, SlotRecord, Version, Vote
 from ckptkit.cache.node import Node
+from ckptkit.cache.saves import Saves
 from ckptkit.cache.slots import SlotTable
 
 Patches = dict[tuple[Any, str], Any]
@@ -65,7 +66,7 @@ def abort_frees_a_slot_that_is_being_written() -> Patches:
                 found.state == "WRITING"
                 and not found.writer_done
                 and found.version
-                and self._doomed(found.version)
+                and self.doomed(found.version)
             ):
                 effects.append(ev.WriteSlot(self.table.free(found.slot)))
         return effects
@@ -137,21 +138,21 @@ def keep_before_all_copies() -> Patches:
 
 
 def vote_before_the_slot_is_stored() -> Patches:
-    real = Node._hashed
+    real = Saves.hashed
 
-    def hashed(self: Node, *args: Any) -> list[Any]:
+    def hashed(self: Saves, *args: Any) -> list[Any]:
         return sorted(real(self, *args), key=lambda effect: not isinstance(effect, ev.Send))
 
-    return {(Node, "_hashed"): hashed}
+    return {(Saves, "hashed"): hashed}
 
 
 def slot_handed_out_before_it_is_stored() -> Patches:
-    real = Node._begin
+    real = Saves.begin
 
-    def begin(self: Node, *args: Any) -> list[Any]:
+    def begin(self: Saves, *args: Any) -> list[Any]:
         return sorted(real(self, *args), key=lambda effect: isinstance(effect, ev.WriteSlot))
 
-    return {(Node, "_begin"): begin}
+    return {(Saves, "begin"): begin}
 
 
 def no_fence() -> Patches:

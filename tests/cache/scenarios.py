@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from ckptkit.cache import events as ev
-from ckptkit.cache.messages import Record, Vote
+from ckptkit.cache.messages import Record, Version, Vote
 from ckptkit.cache.settings import Settings
 from tests.cache.explore import SETTINGS
 from tests.cache.world import World
@@ -42,6 +43,10 @@ def record(world: World) -> Record | None:
         if stored is not None and stored.epoch == world.epochs and stored.record is not None:
             return stored.record
     return None
+
+
+def committed_more(before: set[Version], world: World) -> bool:
+    return len(world.past.committed) > len(before)
 
 
 def all_train(world: World) -> bool:
@@ -142,8 +147,8 @@ def split_brain() -> World:
     world = World(2, 2, 2, 0, SETTINGS, as_set=True)
     for name in world.hosts:
         world.new_epoch([name], zombies=9, number=1)
-        commits = len(world.past.committed) + 1
-        fair(world, lambda w, n=commits: len(w.past.committed) == n)
+        before = set(world.past.committed)
+        fair(world, partial(committed_more, before))
     world.new_epoch(list(world.hosts))
     world.bag.clear()
     for process in world.processes:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from ckptkit.cache import events as ev
-from ckptkit.cache.messages import Ban, Bans, Record, RestoreDecision, Version, Vote
+from ckptkit.cache.messages import Ban, Bans, Owner, Record, RestoreDecision, Version, Vote
 from ckptkit.cache.settings import Settings
 from tests.cache.scenarios import all_train, cluster, fair, record, replicated, saving
 from tests.cache.world import World
@@ -570,7 +570,7 @@ def test_row_35_another_process_with_the_same_pid() -> None:
     first = world.processes[0]
     world.crash("n0")
     world.boot("n0")
-    other = ev.Owner(first.owner.pid, first.owner.starttime + 1)
+    other = Owner(first.owner.pid, first.owner.starttime + 1)
 
     effects = world.hosts["n0"].node.handle(ev.Called(99, other, ev.Join(first.epoch, 0, 0, 1)), 0.0)  # type: ignore[union-attr]
 

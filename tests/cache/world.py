@@ -417,33 +417,20 @@ class World:
                     ev.Hashed(effect.slot, effect.seq, "" if fails or found != given else found, "differs"),
                 )
             case ("pull", effect):
-                content = (
-                    None
-                    if fails
-                    else self.fetch(
-                        name, effect.shard.version, effect.shard.rank, effect.shard.digest, effect.sources
-                    )
-                )
-                if content is None:
+                good = None if fails else self.fetch(name, effect.shard, effect.sources)
+                if good is None:
                     self.handle(name, ev.Pulled(effect.slot, effect.seq, "no good source"))
                 else:
-                    host.disk.content[effect.slot] = content
+                    host.disk.content[effect.slot] = good
                     self.handle(name, ev.Pulled(effect.slot, effect.seq))
             case ("cancelled", effect):
                 self.handle(name, ev.Pulled(effect.slot, effect.seq, "cancelled"))
             case ("repair", effect):
-                shard = effect.shard
-                content = (
-                    None
-                    if fails
-                    else self.fetch(name, shard.version, shard.rank, shard.digest, effect.sources)
-                )
-                if content is not None and host.disk.slots[effect.slot].seq == effect.seq:
-                    host.disk.content[effect.slot] = content
+                good = None if fails else self.fetch(name, effect.shard, effect.sources)
+                if good is not None and host.disk.slots[effect.slot].seq == effect.seq:
+                    host.disk.content[effect.slot] = good
                     host.flipped.discard(effect.slot)
-                self.handle(
-                    name, ev.Repaired(effect.slot, effect.seq, "no_source" if content is None else "ok")
-                )
+                self.handle(name, ev.Repaired(effect.slot, effect.seq, "no_source" if good is None else "ok"))
             case ("exit", owner):
                 self.handle(name, ev.OwnerExited(owner))
             case ("drain", effect):
@@ -502,10 +489,9 @@ class World:
             self.touch().durable[effect.version, record.rank] = host.disk.content[slot]
         self.handle(host.name, ev.Drained(effect.version))
 
-    def fetch(
-        self, name: str, version: Version, rank: int, digest: str, sources: tuple[str, ...]
-    ) -> Content | None:
-        """Bytes of a shard that match the digest, from the first source that has them."""
+    def fetch(self, name: str, shard: Shard, sources: tuple[str, ...]) -> Content | None:
+        """Bytes of a shard that match its digest, from the first source that has them."""
+        version, rank = shard.version, shard.rank
         for source in sources:
             content: Content | None = None
             if source == DURABLE:
@@ -513,7 +499,7 @@ class World:
             elif (node := self.hosts[source].node) is not None and (found := node.acquire(version, rank)):
                 content = self.hosts[source].disk.content.get(found.slot)
                 node.release(found.slot)
-            if content is not None and digest_of(content) == digest:
+            if content is not None and digest_of(content) == shard.digest:
                 return content
         return None
 
@@ -635,7 +621,8 @@ class World:
             for rank in (process.rank,) if same else range(decision.world):
                 cliques = Cliques(process.epoch.domains, process.epoch.copies)
                 order = nearest(decision.sources[rank], process.host, cliques)
-                content = self.fetch(process.host, decision.version, rank, decision.digests[rank], order)
+                shard = Shard(decision.version, rank, decision.world, INDEX, 1, decision.digests[rank])
+                content = self.fetch(process.host, shard, order)
                 if content is None:
                     failure = f"no source for shard {rank}"
                 elif content != data_of(decision.version, rank):
@@ -689,7 +676,7 @@ class World:
                 continue
             drain = stored.drain if before.lane != "replica" else None  # read from the own lanes only
             wanted = before.version in (stored.newest, stored.keep, stored.cand, drain)
-            if wanted and not stored.bans.hard(before.version):
+            if wanted and before.version is not None and not stored.bans.hard(before.version):
                 raise Violation("I7", f"{where} held {before.version}, which is protected")
 
     def _write_coordinator(self, host: Host, stored: CoordinatorRecord) -> None:

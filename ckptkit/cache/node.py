@@ -6,15 +6,14 @@ applied when a slot is wanted, never kept in a slot.
 
 from dataclasses import dataclass, field
 
+from ckptkit.cache.draining import Draining
 from ckptkit.cache.events import (
     Abort,
     Answer,
     Begin,
     Called,
-    CancelDrain,
     CloseSession,
     Drained,
-    DrainVersion,
     Effect,
     EpochAccepted,
     Hashed,
@@ -49,8 +48,6 @@ from ckptkit.cache.messages import (
     BanRequest,
     Bans,
     CopyLost,
-    DrainReport,
-    DrainRequest,
     Epoch,
     Inventory,
     Mark,
@@ -71,16 +68,6 @@ from ckptkit.cache.settings import Settings
 from ckptkit.cache.slots import SlotTable, own_lane
 
 LONG_AGO = float("-inf")
-
-
-@dataclass
-class Drain:
-    """The version that is written to durable storage, and what there is to say about it."""
-
-    version: Version
-    slots: tuple[int, ...]
-    report: DrainReport | None = None
-    sent: float = LONG_AGO
 
 
 @dataclass
@@ -109,11 +96,10 @@ class Node:
     def __post_init__(self) -> None:
         self.saves = Saves(self)
         self.replication = Replication(self)
+        self.draining = Draining(self)
         self._loaded: dict[int, str] = {}
-        self._reported = self._polled = self._asked_drain = LONG_AGO
+        self._reported = self._polled = LONG_AGO
         self._fenced: dict[Owner, float] = {}
-        self._drain: Drain | None = None
-        self._drain_wanted = False
 
     @classmethod
     def start(
@@ -171,11 +157,10 @@ class Node:
             case Pulled() | PullProgress() | Scrubbed() | Repaired() | Pressure() | SlotReady():
                 return self.replication.handle(event, now)
             case Drained():
-                return self._drained(event, now)
+                return self.draining.ended(event, now)
             case Operator(drain, bans):
-                self._drain_wanted |= drain
                 effects = self._ban(bans) if bans else []
-                return effects + (self._ask_drain(now) if drain else [])
+                return effects + (self.draining.want(now) if drain else [])
             case Tick():
                 return self._tick(now)
 
@@ -248,10 +233,7 @@ class Node:
         self.saves.new_epoch()
         self._reported = self._polled = LONG_AGO
         effects += self._quarantine(now)
-        if self._drain is not None:
-            effects.append(CancelDrain(self._drain.version))
-            self._drain = None
-        self._drain_wanted = False
+        effects += self.draining.new_epoch()
         self.replication.new_epoch()
         return [*effects, EpochAccepted(epoch), StateChanged()]
 
@@ -316,9 +298,7 @@ class Node:
         effects = self._ban(record.bans, tell=False)
         self.saves.new_record()
         effects += self.replication.new_record(now)
-        effects += self._follow_drain(now)
-        if self._drain_wanted and record.newest == record.durable:
-            self._drain_wanted = False
+        effects += self.draining.new_record(now)
         return [*effects, StateChanged()]
 
     def _take_restore(self, decision: RestoreDecision, now: float) -> list[Effect]:
@@ -350,39 +330,6 @@ class Node:
             effects.append(Send(self.epoch.coordinator, BanRequest(*me, joined)))
         return effects
 
-    # --- durable ----------------------------------------------------------------------------------------------------------
-
-    def _follow_drain(self, now: float) -> list[Effect]:
-        """Write what the record says, and nothing else."""
-        assert self.record is not None and self.epoch is not None
-        wanted = self.record.drain
-        effects: list[Effect] = []
-        if self._drain is not None and self._drain.version != wanted:
-            effects.append(CancelDrain(self._drain.version))
-            self._drain = None
-        if wanted is None or self._drain is not None:
-            return effects
-        own = [self.table.find(wanted, rank) for rank in self.epoch.ranks[self.name]]
-        slots = tuple(found.slot for found in own if found is not None)
-        self._drain = Drain(wanted, slots)
-        if len(slots) < len(own):
-            return [*effects, *self._drained(Drained(wanted, "a shard of this node is gone"), now)]
-        return [*effects, DrainVersion(wanted, slots)]
-
-    def _drained(self, event: Drained, now: float) -> list[Effect]:
-        if self._drain is None or event.version != self._drain.version or self.epoch is None:
-            return []
-        me = (self.epoch.epoch, self.epoch.inc, self.name)
-        self._drain.report = DrainReport(*me, event.version, event.failure[:1000])
-        self._drain.sent = now
-        return [Send(self.epoch.coordinator, self._drain.report)]
-
-    def _ask_drain(self, now: float) -> list[Effect]:
-        if self.epoch is None:
-            return []
-        self._asked_drain = now
-        return [Send(self.epoch.coordinator, DrainRequest(self.epoch.epoch, self.epoch.inc, self.name))]
-
     # --- time -------------------------------------------------------------------------------------------------------------
 
     def _tick(self, now: float) -> list[Effect]:
@@ -396,13 +343,9 @@ class Node:
         effects += self.saves.tick(now)
         if self._reported <= again:
             effects += self._report(now)
-        if self._drain is not None and self._drain.report is not None and self._drain.sent <= again:
-            self._drain.sent = now
-            effects.append(Send(self.epoch.coordinator, self._drain.report))
-        if self._drain_wanted and self._asked_drain <= again:
-            effects += self._ask_drain(now)
+        effects += self.draining.tick(now)
         effects += self.replication.tick(now)
-        waits = self.saves.open or not self.trains or self._drain_wanted
+        waits = self.saves.open or not self.trains or self.draining.wanted
         if now - self._polled >= (self.settings.resend_s if waits else self.settings.idle_poll_s):
             self._polled = now
             dseq = self.record.dseq if self.record is not None and self.trains else 0

@@ -266,10 +266,9 @@ def calm(world: World) -> None:
         if node is not None:
             for save in node.saves.open.values():
                 save.sent = NEVER
-            node._reported = node._polled = node._asked_drain = node.replication._held_sent = NEVER
+            node._reported = node._polled = node.replication._held_sent = NEVER
+            node.draining._sent = node.draining._asked = NEVER
             node._fenced = dict.fromkeys(node._fenced, 0.0)
-            if node._drain is not None:
-                node._drain.sent = NEVER
             for told in node.replication.told.values():
                 told.sent = NEVER
         if coordinator is not None:

@@ -102,7 +102,7 @@ def open_run(url: str, cache: str, meeting: Meeting, arguments: Mapping[str, Any
             epoch, inc, rank=meeting.rank, local_rank=local, members=members, bytes_max=bytes_max, fresh=fresh, timeout_s=meeting.timeout_s
         )  # fmt: skip
 
-    return Opened(run, CacheTarget(client, meeting, claim, join), client)
+    return Opened(run, CacheTarget(client, meeting, claim, join, arguments["durable_every"]), client)
 
 
 def _node(client: CacheClient) -> dict[str, Any]:

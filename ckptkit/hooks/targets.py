@@ -267,13 +267,21 @@ class CacheTarget(Target):
     """The cache of the node: the daemon hashes, commits across nodes, replicates and drains.
 
     Args:
+        durable_every: Steps that are multiples of this are drained; None leaves it to the daemon's configuration.
         join: Joins an epoch; takes the bytes of the largest rank file, epoch, incarnation and whether it starts from nothing.
     """
 
     levels = True
 
-    def __init__(self, client: CacheClient, meeting: Meeting, claim: tuple[int, str], join: Any) -> None:
-        self.client, self.meeting = client, meeting
+    def __init__(
+        self,
+        client: CacheClient,
+        meeting: Meeting,
+        claim: tuple[int, str],
+        join: Any,
+        durable_every: int | None,
+    ) -> None:
+        self.client, self.meeting, self.durable_every = client, meeting, durable_every
         self.epoch, self.inc = claim
         self._join = join
         self._buffers: dict[int, HostBuffer] = {}
@@ -338,12 +346,23 @@ class CacheTarget(Target):
             )
         if filled.pin and self.meeting.lead:
             self.client.request("pin", epoch=self.epoch, step=step)
+        if self.durable_every and step % self.durable_every == 0:
+            self._drain(step, self.meeting.timeout_s)
+
+    def _drain(self, step: int, timeout_s: float) -> None:
+        """Ask the daemon to make a step durable, once it is committed."""
+        if self.client.wait(step, 1, timeout_s):
+            with suppress(StoreError):  # a daemon that is away hears of it at the next
+                self.client.request("drain")
 
     def decline(self, step: int, key: str, why: str) -> None:
         """The coordinator hears from the daemons that not all ranks sealed."""
 
     def wait(self, step: int, level: int, timeout_s: float) -> bool:
-        return self.client.wait(step, level, timeout_s)
+        until = time.monotonic() + timeout_s
+        if level == 3:
+            self._drain(step, timeout_s)
+        return self.client.wait(step, level, max(until - time.monotonic(), 0.0))
 
     def close(self, drain: bool) -> None:
         if self.meeting.lead:

@@ -18,6 +18,7 @@ from ckptkit.formats.base import Format
 from ckptkit.ops.bans import ban_of, read_bans
 from ckptkit.ops.reports import Progress, Report, nbytes_text
 from ckptkit.ops.sizes import total_nbytes
+from ckptkit.stores.base import Store
 from ckptkit.stores.durable import UNFINISHED
 from ckptkit.stores.folder import UNFINISHED_MARK
 
@@ -128,7 +129,7 @@ def steps(run: str) -> Steps:
         match = UNFINISHED.fullmatch(name)
         number = _number(match["name"]) if match else None
         if number is not None:
-            row = _measure(run, name, *number)
+            row, _ = _measure(run, name, *number)
             rows.append(
                 replace(
                     row, state="unfinished", why="its writer has not ended, or was stopped", temporary=True
@@ -204,19 +205,19 @@ def _number(name: str) -> tuple[int, int] | None:
     return None
 
 
-def _measure(run: str, name: str, epoch: int, step: int) -> StepInfo:
-    """Size and age of a folder."""
+def _measure(run: str, name: str, epoch: int, step: int) -> tuple[StepInfo, Store]:
+    """Size and age of a folder, and the store, which has listed it."""
     path = f"{run.rstrip('/')}/{name}"
     store = stores.open_store(path)
     files = store.files()
     nbytes = total_nbytes(store, files)
-    return StepInfo(name, path, step, epoch, "", age_s=store.age_s(), nbytes=nbytes, files=len(files))
+    row = StepInfo(name, path, step, epoch, "", age_s=store.age_s(), nbytes=nbytes, files=len(files))
+    return row, store
 
 
 def _look(run: str, name: str, epoch: int, step: int) -> StepInfo:
     """A step folder by structure."""
-    row = _measure(run, name, epoch, step)
-    store = stores.open_store(row.path)
+    row, store = _measure(run, name, epoch, step)
     format: Format | None = None
     if store.exists(UNFINISHED_MARK):  # remote: it has its name already
         return replace(row, state="unfinished", why="its writer has not ended, or was stopped")
@@ -225,7 +226,7 @@ def _look(run: str, name: str, epoch: int, step: int) -> StepInfo:
         if format.marker is not None and not store.exists(format.marker):
             return replace(row, state="unfinished", why=unfinished(row.path, format), format=format.name)
         catalog: Catalog = format.read(store)
-        why = format.uncommitted(stores.open_store(run), name)
+        why = format.uncommitted(stores.open_store(run, deep=False), name)
         if why:
             return replace(row, state="unfinished", why=why, format=format.name)
     except StoreError:

@@ -52,15 +52,18 @@ def local_path(url: str) -> str | None:
     return path
 
 
-def open_store(url: str) -> Store:
+def open_store(url: str, *, deep: bool = True) -> Store:
     """The store at a path or URL. A single file of weights is a store of its own.
+
+    Args:
+        deep: Whether files of folders below are listed too.
 
     Raises:
         UsageError: the scheme is not known, or its library is not installed.
         StoreError: there is no folder and no file of weights at `url`, or the store does not answer.
     """
     if not is_weight_file(url):
-        return _folder_store(url)
+        return _folder_store(url, deep=deep)
     from ckptkit.stores.single import SingleFileStore
 
     path = local_path(url)

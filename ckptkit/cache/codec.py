@@ -18,7 +18,7 @@ import re
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import (
     Annotated,
     Any,
@@ -36,6 +36,7 @@ from ckptkit.errors import FormatError
 MAX_BODY = 8 << 20
 
 T = TypeVar("T")
+_MESSAGES: set[type] = set()
 
 
 class MessageError(FormatError):
@@ -68,12 +69,19 @@ class AtMost:
 @dataclass_transform(frozen_default=True)
 def message(cls: type[T]) -> type[T]:
     """Make `cls` a frozen dataclass, which `encode` and `decode` know by its name."""
-    return dataclass(frozen=True, slots=True)(cls)
+    made = dataclass(frozen=True, slots=True)(cls)
+    _MESSAGES.add(made)
+    return made
 
 
 def encode(value: Any) -> bytes:
     """The JSON of a message, with its type's name."""
-    return json.dumps({"type": type(value).__name__, **plain(value)}, separators=(",", ":")).encode()
+    kind: Any = type(value)
+    parts = [
+        f'"type":"{kind.__name__}"',
+        *(f'"{name}":{_text(getattr(value, name))}' for name in _names(kind)),
+    ]
+    return f"{{{','.join(parts)}}}".encode()
 
 
 def decode(data: bytes, *allowed: type[T], limit: int = MAX_BODY) -> T:
@@ -100,6 +108,18 @@ def decode(data: bytes, *allowed: type[T], limit: int = MAX_BODY) -> T:
             return build(cls, found)
     known = ", ".join(sorted(cls.__name__ for cls in allowed))
     raise MessageError(f"a message of type {str(name)[:40]!r}; expected {known}")
+
+
+def _text(value: Any) -> str:
+    return (
+        _message_text(value) if type(value) in _MESSAGES else json.dumps(plain(value), separators=(",", ":"))
+    )
+
+
+@lru_cache(maxsize=64)
+def _message_text(value: Any) -> str:
+    """The JSON of a message inside another one. The large ones (what a restore decided) are stored again and again unchanged."""
+    return json.dumps(plain(value), separators=(",", ":"))
 
 
 def build(cls: type[T], fields: Mapping[str, Any]) -> T:

@@ -137,7 +137,7 @@ def _loop(trainer: Trainer, ckpt: Checkpointer | None, options: Options) -> Summ
                 if result.stop and trainer.done < config.train.steps:
                     raise _interrupted(trainer, ckpt)
         if ckpt is not None:
-            ckpt.wait()
+            _settle(trainer, ckpt)
     finally:
         pulse.close()
         for sink in told:
@@ -159,10 +159,16 @@ def _step(trainer: Trainer, ckpt: Checkpointer | None, stop: bool) -> tuple[Resu
     return result, waited + time.perf_counter() - at
 
 
+def _settle(trainer: Trainer, ckpt: Checkpointer) -> None:
+    """Wait until every rank's last save is whole; rank 0, where ranks meet, must not be the first to leave."""
+    ckpt.wait()
+    trainer.parallel.barrier()
+
+
 def _interrupted(trainer: Trainer, ckpt: Checkpointer | None) -> InterruptedRunError:
     where = "nothing is saved, since the run has no [checkpoint] root"
     if ckpt is not None:
-        ckpt.wait()
+        _settle(trainer, ckpt)
         where = f"saved to {trainer.config.checkpoint.root}; run the same command again to go on"
     return InterruptedRunError(f"interrupted; stopped after step {trainer.done}: {where}", step=trainer.done)
 

@@ -42,11 +42,15 @@ class Recorder:
         self._nodes: dict[tuple[int, int], int] = {}
         self._count = 0
         self._lock = threading.RLock()
-        self._interposer = Interposer(self.root, self._handle)
+        self._interposer = Interposer(self.root, self.handle)
 
-    def __enter__(self) -> Self:
+    def begin(self) -> None:
+        """Look at what is there. Who calls `handle` for every change needs no more than that."""
         self.start, self._nodes = tree_at(self.root)
         self._count = len(self._nodes)
+
+    def __enter__(self) -> Self:
+        self.begin()
         self._interposer.__enter__()
         return self
 
@@ -64,7 +68,8 @@ class Recorder:
         with self._lock:
             self.ops.append(Mark(text))
 
-    def _handle(self, call: Call, proceed: Proceed) -> Any:
+    def handle(self, call: Call, proceed: Proceed) -> Any:
+        """Carry a call out and record it."""
         with self._lock:
             before = _inode(call.path), _inode(call.other) if call.other and call.kind != "symlink" else None
             result = proceed(call)

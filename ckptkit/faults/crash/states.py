@@ -62,6 +62,16 @@ class Moment:
         """What is on the disk then."""
         return after_crash(self._base, self.ops, choice, self._first)
 
+    def draw(self) -> Choice:
+        """One combination of fates."""
+        frontier = self._rng.randint(0, len(self._journal))
+        lost: Choice = dict.fromkeys(self._journal[frontier:], "lost")
+        share = self._rng.random()
+        return {**self._sampled(self._free, share), **lost}
+
+    def _sampled(self, numbers: Sequence[int], share: float) -> Choice:
+        return {n: self._rng.choice(self._fates[n][1:]) for n in numbers if self._rng.random() < share}
+
     def choices(self) -> Iterator[Choice]:
         """Fates to try; some may lead to the same content."""
         for frontier in range(len(self._journal), -1, -1):
@@ -98,9 +108,7 @@ class Moment:
                 left -= 1
                 yield dict.fromkeys([*one[a:], *other[b:]], "lost")
         for _ in range(limit):
-            share = self._rng.random()
-            drawn = {n: self._rng.choice(self._fates[n][1:]) for n in numbers if self._rng.random() < share}
-            yield drawn
+            yield self._sampled(numbers, self._rng.random())
 
     def _units(self, numbers: Sequence[int]) -> list[list[int]]:
         """Operations by what they belong to: a file's bytes, or the names of a folder."""
@@ -119,6 +127,12 @@ def moments(start: Tree, ops: Sequence[Op], model: str, limit: int, seed: int) -
     for stop in range(len(ops) + 1):
         if stop == 0 or not (isinstance(ops[stop - 1], Sync) and stop < len(ops)):
             yield Moment(start, ops, stop, model, limit, seed, grown)
+
+
+def drawn(start: Tree, ops: Sequence[Op], model: str, seed: int) -> Tree:
+    """One content that a crash now may leave, drawn from a seed: for a power loss in a running program."""
+    moment = Moment(start, ops, len(ops), model, 1, seed, growing(start, ops))
+    return moment.tree(moment.draw())
 
 
 def _in_journal(op: Op) -> bool:

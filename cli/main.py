@@ -50,7 +50,8 @@ COMMANDS: dict[str, dict[str, str]] = {
         "train": "Train ZAYA1 in any layout; saves and goes on by itself.",
     },
     "More": {
-        "selftest": "Check every kernel against its torch form, here.",
+        "doctor": "Look at what of this machine matters for saving.",
+        "selftest": "Check kernels and the copies of snapshots, here.",
         "demo": "Take the whole tour on a small model made on the spot.",
         "completion": "Print the completion script of a shell.",
     },

@@ -1,6 +1,7 @@
 """The table of what is registered: live tensors looked up again before each save, and watched while they are copied."""
 
 from collections.abc import MutableMapping, Sequence
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ import torch
 from ckptkit.errors import CorruptionError, UsageError
 from ckptkit.hooks.holdings import Holding, shard_of
 from ckptkit.hooks.optimizers import OptimizerView
+
+_VERSION = attrgetter("_version")
 
 
 class Table:
@@ -27,7 +30,7 @@ class Table:
 
     def _index(self) -> None:
         self._kept = [h for h in self.holdings if h.owner is not None]
-        self._owners = [(h.owner, h.key, h.item) for h in self._kept]
+        self._owners = self._columns()
         self._unborn = [h for h in self.holdings if h.tensor is None]
         self._plain = [
             h for h in self.holdings if h.tensor is not None and not hasattr(h.item, "_local_tensor")
@@ -39,9 +42,14 @@ class Table:
         self._watched = [h for h in self.holdings if h.fenced and h.tensor is not None]
         self._watching: list[torch.Tensor] = [h.tensor for h in self._watched if h.tensor is not None]
 
+    def _columns(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """Where things are kept, under which key, and what was there: columns, for loops that run in C."""
+        return [h.owner for h in self._kept], [h.key for h in self._kept], [h.item for h in self._kept]
+
     def _addresses(self) -> list[int]:
-        found = [item.data_ptr() for item in self._items]
-        found += [h.item._local_tensor.data_ptr() for h in self._cut]
+        found = list(map(torch.Tensor.data_ptr, self._items))
+        if self._cut:
+            found += [h.item._local_tensor.data_ptr() for h in self._cut]
         return found
 
     @property
@@ -60,8 +68,8 @@ class Table:
             for h in self._kept:  # load_state_dict puts a new table in place
                 if h.source is not None:
                     h.owner = _state_of(h)
-            self._owners = [(h.owner, h.key, h.item) for h in self._kept]
-        if not all(owner.get(key) is item for owner, key, item in self._owners):  # type: ignore[union-attr]
+            self._owners = self._columns()
+        if not all(map(is_, map(dict.get, *self._owners[:2]), self._owners[2])):
             for h in self._kept:
                 assert h.owner is not None
                 now = h.owner.get(h.key)
@@ -131,7 +139,7 @@ class Table:
 
     def marks(self) -> list[int]:
         """The versions of all tensors that only the optimizer changes."""
-        return [tensor._version for tensor in self._watching]
+        return list(map(_VERSION, self._watching))
 
     def check_unchanged(self, marks: Sequence[int]) -> None:
         """Raise CorruptionError for a tensor that changed or moved since `marks` were taken; names it."""

@@ -159,7 +159,7 @@ def test_a_file_in_memory_is_loaded_directly_in_the_same_layout(tmp_path: Path) 
     assert compared == -(-(len(raw) - source.files[0].data_start) // LEAF)
     assert all(torch.equal(tensors[name], kept[name]) for name in tensors)
     buffer.tensor[-9] ^= 4
-    with pytest.raises(CorruptionError, match="leaf 4 of rank-00000.safetensors"):
+    with pytest.raises(CorruptionError, match=r"leaf 4 of rank-00000\.safetensors"):
         load(direct, buffer, source, 0, CPU, packs=True)
 
 

@@ -4,6 +4,8 @@ from importlib import import_module
 
 import click
 
+from ckptkit.cli.common import common
+
 _COMMANDS = {
     "serve": "Run the daemon of this node and job.",
     "status": "Say what is lost if something dies now, and how the cache is.",

@@ -17,6 +17,7 @@ from ckptkit.cache.events import Answer, Begun, Called, Lease, Operator
 from ckptkit.cache.lanes import next_table
 from ckptkit.cache.limits import allot
 from ckptkit.cache.messages import DURABLE, Ban, Bans, Epoch, Owner, RestoreDecision, SlotRecord, Version
+from ckptkit.cache.placement import Cliques
 from ckptkit.cache.restore import nearest
 from ckptkit.cache.uds import CallError, Reply, Session
 from ckptkit.cache.wire import OLDEST, PROTOCOL, Message
@@ -37,11 +38,12 @@ class Calls:
         self._laying_out = asyncio.Lock()
         self._pidfds: dict[Owner, int] = {}
         self._manifests: dict[tuple[int, int], asyncio.Task[bytes]] = {}
+        self._found = 1 << 40  # far above any attempt of a restore
         self._calls: dict[str, Handler] = {
             name: getattr(self, f"_{name}")
             for name in (
                 "hello", "join", "begin", "seal", "abort", "has_index", "put_index", "level", "note", "mark_bad", "restore",
-                "restore_report", "manifest", "index", "map", "unmap", "side", "status", "ls", "pin", "unpin", "drain", "evict", "ban",
+                "restore_report", "find", "manifest", "index", "map", "unmap", "side", "status", "ls", "pin", "unpin", "drain", "evict", "ban",
                 "scrub", "bye",
             )
         }  # fmt: skip
@@ -370,7 +372,7 @@ class Calls:
         step_url = (
             f"{d.run_folder.url}/{step_dir(version.step, version.epoch)}" if d.run_folder is not None else ""
         )
-        cliques = d.node.replication.cliques
+        cliques = self._cliques()
 
         def place(rank: int, source: str) -> dict[str, str] | None:
             if source == DURABLE:
@@ -400,6 +402,13 @@ class Calls:
             "url": step_url if everywhere else "", "passed_over": [str(other) for other in decision.excluded],
         }  # fmt: skip
 
+    def _cliques(self) -> Cliques:
+        return (
+            self.d.node.replication.cliques
+            if self.d.node.epoch is not None
+            else Cliques({self.d.config.node: ""}, 0)
+        )
+
     async def _restore_report(self, session: Session, message: Message) -> Reply:
         fields = message.fields
         failure = (
@@ -417,14 +426,39 @@ class Calls:
             raise _refusal(answer)
         return Reply()
 
-    def _wanted(self, message: Message) -> RestoreDecision:
+    async def _find(self, session: Session, message: Message) -> Reply:
+        """Look for any version on all nodes and in storage; `manifest` and `index` answer for it in this session."""
+        step, epoch = _int(message.fields, "step"), message.fields.get("epoch")
+        choice = await self.d.gathering.find(self.d.node, step, epoch if type(epoch) is int else None)
+        if choice is None:
+            raise CallError(
+                404, f"step {step} is whole nowhere: some shard of it is on no node and not in storage"
+            )
+        self._found += 1
+        decision = RestoreDecision(
+            0,
+            "0" * 32,
+            self._found,
+            choice.version,
+            choice.world,
+            choice.index_hash,
+            choice.sources,
+            choice.digests,
+        )
+        session.facts["found"] = decision
+        return Reply({"decision": self._decision(decision)})
+
+    def _wanted(self, session: Session, message: Message) -> RestoreDecision:
+        found: RestoreDecision | None = session.facts.get("found")
+        if found is not None and found.attempt == message.fields.get("attempt"):
+            return found
         decision = self.d.node.restore
         if decision is None or decision.version is None or decision.attempt != message.fields.get("attempt"):
             raise CallError(409, "another attempt of the restore is on")
         return decision
 
     async def _manifest(self, session: Session, message: Message) -> Reply:
-        decision, d = self._wanted(message), self.d
+        decision, d = self._wanted(session, message), self.d
         key = (decision.epoch, decision.attempt)
         if key not in self._manifests:
             assert decision.version is not None
@@ -438,11 +472,11 @@ class Calls:
             raise
 
     async def _index(self, session: Session, message: Message) -> Reply:
-        decision, d = self._wanted(message), self.d
+        decision, d = self._wanted(session, message), self.d
         sources = [
             source
             for places in decision.sources
-            for source in nearest(places, d.config.node, d.node.replication.cliques)
+            for source in nearest(places, d.config.node, self._cliques())
         ]
         await asyncio.to_thread(
             d.gathering.fetch_index, decision.index_hash, [*dict.fromkeys(sources)], decision.version

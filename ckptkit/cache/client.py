@@ -461,6 +461,19 @@ class CacheClient:
         """Any other call, by name (docs/cache/operations.md). Raises RefusedError, AwayError."""
         return self._connection.call(name, blobs=blobs, deadline_s=deadline_s, **fields).fields
 
+    def find(self, step: int, epoch: int | None = None, timeout_s: float = 60.0) -> Located:
+        """Where the shards of any version are, for `LocatedStore`; not for a restore, which all ranks agree on.
+
+        Args:
+            epoch: Where several have the step: which one. [the newest]
+
+        Raises:
+            RefusedError: it is nowhere whole (404). AwayError: the daemon does not answer.
+        """
+        return _located(
+            self._connection.call("find", step=step, epoch=epoch, deadline_s=timeout_s).fields["decision"]
+        )
+
     def map(self, number: int) -> Slot:
         """A slot of this node, mapped read-only. Raises RefusedError where there is none."""
         if number not in self._maps:

@@ -29,7 +29,6 @@ class Slots:
         reserve: Bytes of memory that stay free; 0 for the larger of 32 GiB and 10 % of the memory.
         round: Slots are rounded up to a multiple of this.
         margin: Slots are this much larger than the largest shard.
-        adopt_s: How long a rank that wrote when the daemon died may take to come back.
         zombie_s: After this time a fenced process that still holds a slot may be killed.
         kill_zombies: Whether it is.
     """
@@ -39,7 +38,6 @@ class Slots:
     reserve: int = 0
     round: int = 1 << 30
     margin: float = 1.05
-    adopt_s: float = 60.0
     zombie_s: float = 30.0
     kill_zombies: bool = False
 

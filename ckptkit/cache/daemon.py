@@ -175,7 +175,13 @@ class Daemon:
             lambda address, why: self.log("peer does not answer", address=address, reason=why), config.source,
         )  # fmt: skip
         self.gathering = Gathering(
-            self.tmpfs, self.outbox, lambda: self.peers, self.run_folder, config.node, self.address_of
+            self.tmpfs,
+            self.outbox,
+            lambda: self.peers,
+            self.run_folder,
+            config.node,
+            self.address_of,
+            lambda: self.former,
         )
         self.hashing = Hashing(config.threads)
         self.sealing = Sealing(self.tmpfs, self.hashing, verify=config.hash_verify)

@@ -17,8 +17,11 @@ from ckptkit.cache.copies import Copy, DurableCopy, MappedCopy, PeerCopy, digest
 from ckptkit.cache.durable import NO_INC, DurableRun
 from ckptkit.cache.events import DurableListed
 from ckptkit.cache.fetch import Peers
-from ckptkit.cache.messages import DURABLE, Inventory, RestoreDecision, SlotRecord, Version
+from ckptkit.cache.messages import DURABLE, Bans, Inventory, RestoreDecision, Shard, SlotRecord, Version
+from ckptkit.cache.node import Node
 from ckptkit.cache.outbox import Outbox
+from ckptkit.cache.placement import Cliques
+from ckptkit.cache.restore import Choice, choose
 from ckptkit.cache.tmpfs import Tmpfs
 from ckptkit.errors import CkptError, CorruptionError, StoreError
 from ckptkit.formats.native import step_dir
@@ -34,22 +37,17 @@ class Gathering:
 
     Args:
         address: Gives a node's address, or None where it is not known.
+        former: Addresses of nodes that were members before.
         peers: For threads; `outbox` is for the event loop.
         run: None where nothing is drained.
     """
 
     def __init__(
         self, tmpfs: Tmpfs, outbox: Outbox, peers: Callable[[], Peers], run: DurableRun | None, node: str,
-        address: Callable[[str], str | None],
+        address: Callable[[str], str | None], former: Callable[[], Mapping[str, str]],
     ) -> None:  # fmt: skip
-        self.tmpfs, self.outbox, self.peers, self.run, self.node, self.address = (
-            tmpfs,
-            outbox,
-            peers,
-            run,
-            node,
-            address,
-        )
+        self.tmpfs, self.outbox, self.peers, self.run = tmpfs, outbox, peers, run
+        self.node, self.address, self.former = node, address, former
 
     # ── for a coordinator ────────────────────────────────────────────────────────────────────────────────────
 
@@ -75,6 +73,25 @@ class Gathering:
     def _list(self, run: DurableRun) -> DurableListed:
         steps, _ = run.steps()
         return DurableListed(tuple(shard for step in steps for shard in step.shards), run.bans())
+
+    async def find(self, node: Node, step: int, epoch: int | None) -> Choice | None:
+        """Where the shards of a version are, on whatever node and in storage; None where some are nowhere. Raises StoreError."""
+        members = node.epoch.addresses if node.epoch is not None else {}
+        others = [address for name, address in (self.former() | members).items() if name != self.node]
+        found = {self.node: node.inventory()}
+        for inventory in await asyncio.gather(*(self.inventory(address) for address in others)):
+            if inventory is not None:
+                found[inventory.node] = inventory
+        listed = await self.durable()
+        if listed.failure:
+            raise StoreError(listed.failure)
+
+        def meant(shard: Shard) -> bool:
+            return shard.version.step == step and epoch in (None, shard.version.epoch)
+
+        narrowed = {name: Inventory(name, tuple(filter(meant, i.shards))) for name, i in found.items()}
+        cliques = Cliques(node.epoch.domains if node.epoch is not None else {self.node: ""}, 0)
+        return choose(narrowed, filter(meant, listed.shards), Bans(), (), cliques)
 
     # ── copies ───────────────────────────────────────────────────────────────────────────────────────────────
 

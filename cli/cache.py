@@ -46,10 +46,9 @@ class CacheGroup(click.Group):
             formatter.write_dl(list(_COMMANDS.items()))
 
 
-@click.group(
-    cls=CacheGroup, short_help="Run and ask the node cache, which keeps the latest checkpoint in memory."
-)
-def cache() -> None:
+@click.group(cls=CacheGroup, short_help="Keep the latest checkpoint in every node's memory.")
+@common
+def cache(as_json: bool) -> None:
     """Keep the latest checkpoint in every node's memory.
 
     `serve` runs the daemon, one for each node and job; the other commands talk to the one of this node.

@@ -70,6 +70,21 @@ def saving(hosts: int, ranks: int, own: int = 2) -> World:
     return world
 
 
+def last_vote(hosts: int, ranks: int) -> World:
+    """Every rank has sealed its first save, and all votes but one were counted."""
+    world = saving(hosts, ranks)
+    for process in world.processes:
+        world.act(process, "seal")
+    for name, host in world.hosts.items():
+        for op in list(host.ops):
+            world.finish(name, op)
+    for pair in list(world.bag)[:-1]:
+        world.bag.remove(pair)
+        world.deliver(*pair)
+    assert isinstance(world.bag[0][1], Vote)
+    return world
+
+
 def daemon_down(hosts: int, ranks: int) -> World:
     """Every rank is writing its first save, and the last node's daemon was killed."""
     world = saving(hosts, ranks)

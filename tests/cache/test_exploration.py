@@ -35,7 +35,7 @@ DEPTHS = {
     "copies, a daemon is killed": 8,
     "copies beside older ones, a node is lost": 5,
     "a new epoch beside a zombie, a daemon is killed": 6,
-    "a drain that fails, a daemon is killed": 6,
+    "a drain that fails, a daemon is killed": 5,
     "a restore after two incarnations of one epoch": 5,
     "a save and a new epoch": 6,
 }
@@ -74,7 +74,7 @@ KILLED = Budget(1, 1, 0, steps=1)
 CATCHES: dict[Callable[[], Patches], tuple[Callable[[], World], Budget, int, str]] = {
     mutations.commit_without_one_vote: (lambda: scenarios.saving(2, 1), CALM, 5, "I4"),
     mutations.vote_counted_for_another_node: (lambda: scenarios.saving(2, 1), KILLED, 6, "I4"),
-    mutations.decision_told_before_it_is_stored: (lambda: scenarios.saving(2, 1), Budget(1, 1, 1, steps=1), 9, "I4"),
+    mutations.decision_told_before_it_is_stored: (lambda: scenarios.last_vote(2, 1), Budget(1, 1, 1, steps=1), 7, "I4"),
     mutations.protected_version_evicted: (lambda: scenarios.replicated(2, 1), CALM, 4, "I7"),
     mutations.abort_frees_a_slot_that_is_being_written: (
         lambda: scenarios.saving(2, 1), Budget(0, 0, 0, kills=1, steps=1), 5, "I6"),

@@ -18,17 +18,28 @@ def run(seeds: range) -> dict[str, int]:
         try:
             trace.run(250)
         except Exception as error:
-            raise AssertionError(f"trace {seed}: {error}; its last events:\n" + "\n".join(trace.log[-30:])) from error
+            raise AssertionError(
+                f"trace {seed}: {error}; its last events:\n" + "\n".join(trace.log[-30:])
+            ) from error
         for name, count in trace.world.counts.items():
             seen[name] = seen.get(name, 0) + count
     return seen
 
 
 def test_traces_hold_every_invariant() -> None:
-    seen = run(range(400))
+    seen = run(range(250))
 
     print(seen)
-    for name in ("commit", "abort", "level2", "durable", "hash_mismatch", "restore_failed", "pull_failed", "replica_degraded"):
+    for name in (
+        "commit",
+        "abort",
+        "level2",
+        "durable",
+        "hash_mismatch",
+        "restore_failed",
+        "pull_failed",
+        "replica_degraded",
+    ):
         assert seen[name], f"no trace met {name}"
 
 

@@ -20,7 +20,6 @@ from ckptkit.train.collectives import gather_flat, reduce_scatter_flat
 from ckptkit.train.held import Holding
 from ckptkit.train.parallel import Group
 
-
 ALIGNED = 16
 """Elements; the start of a parameter is a multiple of it where it can be, as fast matrix products and compilers want it."""
 

@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -21,7 +21,9 @@ GRACE_S = 20.0
 """How long other ranks may take to end by themselves after one has failed."""
 
 
-def launch(main: Callable[..., Any], world: int, *args: Any, device: str = "cpu") -> list[Any]:
+def launch(
+    main: Callable[..., Any], world: int, *args: Any, device: str = "cpu", preload: Sequence[str] = ()
+) -> list[Any]:
     """Run `main(rank, address, device, *args)` on `world` processes of this machine; what they return, by rank.
 
     With one rank it is called here. SIGINT and SIGTERM are the workers' to handle; a second one ends them.
@@ -30,6 +32,7 @@ def launch(main: Callable[..., Any], world: int, *args: Any, device: str = "cpu"
         main: A function of a module; it, its arguments and results must pickle.
         world: Number of ranks.
         device: `cpu`, or `cuda` for one device each.
+        preload: Modules that take long to import, for the server that workers are forked from; heeded by the first call.
 
     Raises:
         CkptError: what a rank raised; of several the first.
@@ -38,7 +41,7 @@ def launch(main: Callable[..., Any], world: int, *args: Any, device: str = "cpu"
     if world == 1:
         return [main(0, "", device_of(device, 0), *args)]
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ckptkit.train.trainer"])
+    context.set_forkserver_preload(["ckptkit.train.loop", *preload])
     address = f"tcp://127.0.0.1:{_free_port()}"
     workers: dict[Connection, Any] = {}
     for rank in range(world):
@@ -129,8 +132,8 @@ def _signals_passed_on(workers: list[Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for known, handler in before.items():
+            signal.signal(known, handler)
 
 
 def _work(

@@ -43,5 +43,8 @@ def train(
         kind = launch.device_kind(device, local + 1)
         return loop.run(rank, "env://", launch.device_of(kind, local), config, layout, options)
     kind = launch.device_kind(device, layout.world)
-    results: list[Summary] = launch.launch(loop.run, layout.world, config, layout, options, device=kind)
+    preload = ["torch.distributed.pipelining"] if layout.pp > 1 else []
+    results: list[Summary] = launch.launch(
+        loop.run, layout.world, config, layout, options, device=kind, preload=preload
+    )
     return results[0]

@@ -13,6 +13,8 @@ from ckptkit.train.loop import Options, run
 from ckptkit.train.trainer import Trainer
 from tests.train.zayas import config_of
 
+PRELOAD = ["torch.distributed.pipelining", "tests.train.layouts"]
+
 Curve = list[tuple[float, float]]
 """Loss and gradient norm of every step."""
 
@@ -43,7 +45,7 @@ def work(
 def curves(folder: Path, layouts: list[str], steps: int, **settings: Any) -> dict[str, tuple[Curve, list]]:
     """The curve of every layout; all ranks of one must agree. Starts as many processes as the largest needs."""
     world = max(Layout.parse(text).world for text in layouts)
-    ranks = launch(work, world, str(folder), layouts, steps, settings)
+    ranks = launch(work, world, str(folder), layouts, steps, settings, preload=PRELOAD)
     found = {}
     for number, text in enumerate(layouts):
         told = [rank[number] for rank in ranks if rank[number] is not None]
@@ -79,5 +81,5 @@ def continued(folder: Path, phases: list[tuple[str, int]], **settings: Any) -> l
         "checkpoint__every": 100,
     }
     world = max(Layout.parse(text).world for text, _ in phases)
-    launch(continue_work, world, str(folder), phases, settings)
+    launch(continue_work, world, str(folder), phases, settings, preload=PRELOAD)
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]

@@ -1,5 +1,6 @@
 """The model against Transformers' `ZayaForCausalLM`: logits, gradients, tokens."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def test_logits_and_gradients_are_those_of_transformers(form: str) -> None:
         # fp32 sums over 48 tokens in another order: 1e-5 of the greatest entry, or of 0.1 where terms cancel.
         bound = 1e-5 * float(wanted[name].grad.abs().max().clamp_min(0.1))
         torch.testing.assert_close(
-            got, wanted[name].grad, rtol=1e-5, atol=bound, msg=lambda m, n=name: f"{n}: {m}"
+            got, wanted[name].grad, rtol=1e-5, atol=bound, msg=partial("{}: {}".format, name)
         )
         assert not value.grad[len(wanted[name]) :].any(), f"{name}: padding learns nothing"
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ class _Reference:
         t = trainer.config.optimizer
         kinds = {key: item.tensor for key, item in trainer.stage.holds.items()}
         self.slices: list[tuple[torch.nn.Parameter, torch.nn.Parameter, int]] = []
-        muon, decay, plain = [], [], []
+        muon: list[torch.nn.Parameter] = []
+        decay: list[torch.nn.Parameter] = []
+        plain: list[torch.nn.Parameter] = []
         for name, value in judge.named_parameters():
             if kinds[name].optimizer == "muon" and value.ndim == 3:
                 for e in range(len(value)):
@@ -101,7 +104,7 @@ def test_five_steps_are_those_of_transformers_and_torch_optimizers(
         lr = t.adamw_lr if trainer.stage.holds[name].tensor.optimizer == "adamw" else t.muon_lr
         bound = 0.02 * lr
         torch.testing.assert_close(
-            value.detach(), wanted[name].detach(), rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}"
+            value.detach(), wanted[name].detach(), rtol=0, atol=bound, msg=partial("{}: {}".format, name)
         )
 
 
@@ -130,7 +133,7 @@ def test_muon_is_exact_where_newton_schulz_is_not_rounded() -> None:
         lr = t.muon_lr
         wanted = before[name] * (1 - lr * t.muon_weight_decay) - lr * math.sqrt(max(1, rows / columns)) * x
         torch.testing.assert_close(
-            value.detach(), wanted.float(), rtol=0, atol=1e-4 * lr, msg=lambda m, n=name: f"{n}: {m}"
+            value.detach(), wanted.float(), rtol=0, atol=1e-4 * lr, msg=partial("{}: {}".format, name)
         )
 
 

@@ -45,7 +45,7 @@ def test_a_run_goes_on_in_other_layouts_and_its_steps_are_whole(tmp_path: Path) 
 
     wanted = curves(tmp_path, ["tp=1"], steps=6, train__steps=6, balance__mode="pid")["tp=1"][0]
     _assert_goes_on(records, wanted)
-    assert [step.step for step in ops.steps(str(tmp_path / "run"))] == [2, 4, 6]
+    assert [step.step for step in ops.steps(str(tmp_path / "run")).steps] == [2, 4, 6]
     for step in (2, 4, 6):
         here = f"{tmp_path}/run@{step}"
         assert ops.verify(here).exit_code == 0

@@ -8,6 +8,7 @@ from ckptkit.core.layouts import Layout
 from ckptkit.train.config import Config, override
 from ckptkit.train.model import Stage
 from ckptkit.train.parallel import Parallel
+from ckptkit.train.stages import AnyStage
 from ckptkit.train.trainer import bind
 
 SMALL: dict[str, Any] = {
@@ -60,7 +61,7 @@ def judge_of(config: Config, seed: int = 0) -> Any:
     return model
 
 
-def copy_values(judge: Any, stage: Stage) -> None:
+def copy_values(judge: Any, stage: AnyStage) -> None:
     """Give ours the judge's values; names are the same, padded rows are zero."""
     theirs = dict(judge.named_parameters()) | dict(judge.named_buffers())
     with torch.no_grad():

@@ -204,11 +204,14 @@ def explicit(held: Sequence[Held], places: Places) -> list[Holding]:
             first, last = one.first, local.size if one.last is None else one.last
         elif one.shape is not None:
             start = one.start or (0,) * len(one.shape)
-            local, first, last = places.place(one.name, one.shape, start, tuple(tensor.shape))
+            sizes = one.sizes or (one.shape if one.last is not None else tuple(tensor.shape))
+            local, first, last = places.place(one.name, one.shape, start, sizes)
+            if one.last is not None:
+                first, last = first + one.first, first + one.last
         else:
             local, first, last = places.place(one.name, *box_of(one.tensor, one.name))
             if one.last is not None or one.first:
-                raise UsageError(f"{one.name}: a run (first, last) needs a placement, or shape and start")
+                raise UsageError(f"{one.name}: a run (first, last) needs a placement, or shape")
         if not 0 <= first <= last <= local.size or last - first != tensor.numel():
             raise LayoutError(
                 f"{one.name} ({one.role}) has {tensor.numel()} elements, but is said to be elements {first}:{last} of "

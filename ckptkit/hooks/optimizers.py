@@ -77,14 +77,14 @@ def view_of(optimizer: Any, names: Mapping[int, str]) -> OptimizerView:
     Raises:
         UsageError: it is no torch optimizer, or has a parameter that the model does not.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        inner = getattr(optimizer, "optimizer", None)  # wrappers: Accelerate, schedulers of others
-        if not isinstance(inner, torch.optim.Optimizer):
-            raise UsageError(
-                f"a {type(optimizer).__name__} is no torch.optim.Optimizer; register its state with tensors=, its settings with "
-                "extras=, and call fence() before its step"
-            )
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, torch.optim.Optimizer):  # Accelerate and others wrap it
         optimizer = inner
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"a {type(optimizer).__name__} is no torch.optim.Optimizer; register its state with tensors=, its settings with "
+            "extras=, and call fence() before its step"
+        )
     held: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:

@@ -28,8 +28,9 @@ class Held:
         tensor: The live tensor; saved from and restored into in place. Any shape where it holds a run.
         first, last: Elements `[first, last)` of the local tensor in row-major order (ZeRO-1, flat buffers); the whole
             unless given.
-        shape, start: Without a placement: the global tensor's shape, and where in it this one begins; the tensor is a box of
-            it. Else it is whole, or the part that a DTensor says.
+        shape, start, sizes: Without a placement: the global tensor's shape, where in it this rank's box begins, and the box's
+            shape; the tensor's own unless given, the whole's where it is a run. Without a shape it is whole, or the part that a
+            DTensor says.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Held:
     last: int | None = None
     shape: tuple[int, ...] | None = None
     start: tuple[int, ...] | None = None
+    sizes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

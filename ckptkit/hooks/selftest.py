@@ -77,9 +77,7 @@ def _ways(device: torch.device) -> Iterator[Measure]:
         streams: Streams = DeviceStreams(device, mode == "bounce") if gpu else Streams()
         chosen = parts[keep]
         snapshot = Snapshot(chosen, device, START, size, packs=True)
-        seconds = min(
-            _timed(device, lambda s=snapshot, b=buffer, t=streams: _save(s, b, t)) for _ in range(3)
-        )
+        seconds = min(_timed(device, partial(_save, snapshot, buffer, streams)) for _ in range(3))
         nbytes = sum(part.nbytes for part in chosen)
         good = _same(buffer, truth, chosen) and _digested(snapshot, buffer, size)
         yield Measure(name, good, nbytes / seconds, mode if gpu else "")

@@ -53,6 +53,25 @@ def test_a_death_that_nobody_noticed_is_lost_time() -> None:
     assert found.parts() == {"useful": 2, "lost": 48, "saving": 0, "restarting": 11, "idle": 0}
 
 
+def test_the_log_of_the_training_loop_is_enough() -> None:
+    """Steps 1 to 4, a failure, 3 and 4 again from 30 s later: those are lost once, and the gap is a restart."""
+    rows = [(10, 1), (20, 2), (30, 3), (40, 4), (80, 3), (90, 4)]
+    lines = [json.dumps({"time": t, "step": n, "seconds": 10, "stall_s": 1, "loss": 2.5}) for t, n in rows]
+
+    found = account(lines)
+
+    assert found.parts() == {"useful": 36, "lost": 18, "saving": 6, "restarting": 30, "idle": 0}
+    assert (found.wall_s, found.failures) == (90, 1)
+
+
+def test_a_restart_that_goes_on_with_the_next_step_is_told_by_its_gap() -> None:
+    lines = [json.dumps({"time": t, "step": n, "seconds": 2}) for t, n in ((2, 1), (4.5, 2), (60, 3))]
+
+    found = account(lines)
+
+    assert found.parts() == {"useful": 6.5, "lost": 0, "saving": 0, "restarting": 53.5, "idle": 0}
+
+
 def test_torn_lines_and_other_events_are_passed_over() -> None:
     lines = log((0, "launch"), (1, "resume", {"step": 0}), step(2, 1), (3, "loss"), step(4, 2))
 

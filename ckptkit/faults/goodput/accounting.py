@@ -9,15 +9,22 @@ The log is a text of JSON lines. Each has `time` (seconds since the epoch, or an
 | `step` | `step`, `stall_s` (0) | that step has ended; its time included so much standing still for a save |
 | `end` | `completed` (false) | the incarnation has ended: by itself, when training is complete, or its death was noticed |
 
+The log of `ckptkit train` (`[log] jsonl`) has no events, but `time`, `step`, `seconds` and `stall_s`, which is enough: a step that does
+not follow the one above it, or begins later than its own length behind it, is a new incarnation's first, and the time between is
+restarting (what was lost of a step cannot be told apart).
+
 Other events are ignored. Steps that a later incarnation does again are lost, and so is the step that a failure cut short.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.errors import FormatError
+
+_SLACK_S = 0.1
+"""Lines may be that much out of order: a step's beginning is computed from its rounded length."""
 
 
 @dataclass(frozen=True)
@@ -113,32 +120,17 @@ def account(lines: Iterable[str], where: str = "the log") -> Account:
     ledger = _Ledger()
     first = last = None
     launches = 0
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        event = row.get("event") if isinstance(row, dict) else None
-        if event not in ("launch", "resume", "step", "end"):
-            continue
-        try:
-            now = float(row["time"])
-            if last is not None and now < last:
-                raise FormatError(
-                    f"{where}, line {number}: time {now} is before {last} of the line above. Lines of several ranks, or "
-                    "clocks that jumped, cannot be accounted for; give the log of one rank, with a monotonic clock",
-                    file=where,
-                )
-            first = now if first is None else first
-            ledger.spend(now - last if last is not None else 0.0, event, row)
-            ledger.turn(event, row)
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, FormatError):
-                raise
+    for number, now, event, row in _events(lines, where):
+        if last is not None and now < last - _SLACK_S:
             raise FormatError(
-                f"{where}, line {number}: the event {event!r} lacks a key, or one is no number ({error!r})",
+                f"{where}, line {number}: time {now} is before {last} of the line above. Lines of several ranks, or "
+                "clocks that jumped, cannot be accounted for; give the log of one rank, with a monotonic clock",
                 file=where,
-            ) from None
+            )
+        now = now if last is None else max(now, last)
+        first = now if first is None else first
+        ledger.spend(now - last if last is not None else 0.0, event, row)
+        ledger.turn(event, row)
         launches += event == "launch"
         last = now
     if first is None or last is None:
@@ -152,3 +144,35 @@ def account(lines: Iterable[str], where: str = "the log") -> Account:
         wall_s=last - first,
         failures=max(launches - 1, 0),
     )
+
+
+def _events(lines: Iterable[str], where: str) -> Iterator[tuple[int, float, str, Mapping[str, Any]]]:
+    """`(line number, time, event, values)` of a log of either kind, with numbers checked."""
+    before: tuple[float, int] | None = None  # time and number of the last step of a log without events
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if not isinstance(row, dict):
+            continue
+        event = row.get("event", "step" if {"time", "step", "seconds"} <= row.keys() else None)
+        if event not in ("launch", "resume", "step", "end"):
+            continue
+        try:
+            now = float(row["time"])
+            if event in ("resume", "step"):
+                row = {**row, "step": int(row["step"]), "stall_s": float(row.get("stall_s", 0.0))}
+            if "event" not in row:
+                seconds = float(row["seconds"])
+                begun = now - seconds
+                if before is None or row["step"] != before[1] + 1 or begun - before[0] > seconds:
+                    yield number, begun if before is None else before[0], "launch", row
+                    yield number, begun, "resume", {"step": row["step"] - 1}
+                before = now, row["step"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(
+                f"{where}, line {number}: the event {event!r} lacks a key, or one is no number ({error!r})",
+                file=where,
+            ) from None
+        yield number, now, event, row

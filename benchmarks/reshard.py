@@ -166,7 +166,7 @@ def child(target: str, job: dict) -> None:
     """Make a source, or reshard one; prints one JSON object."""
     refused = enter_cgroup(job["cgroup_mb"] << 20) if "cgroup_mb" in job else ""
     from ckptkit import ops
-    from ckptkit.engine.run import default_threads
+    from ckptkit.engine.shapes import default_threads
     from ckptkit.stores.system import MEMORY_FILE_SYSTEMS, file_system
 
     began = time.monotonic()

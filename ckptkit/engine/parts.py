@@ -6,6 +6,7 @@ import os
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.core.copies import Copies
 from ckptkit.core.destination import Destination
 from ckptkit.engine.writer import SEGMENT
 from ckptkit.stores.parts import Part, logs_of
@@ -21,6 +22,13 @@ def files_of(sizes: npt.NDArray[np.int64], part: Part) -> npt.NDArray[np.bool_]:
     of = np.minimum((middle * part.count / total).astype(np.int64), part.count - 1)
     found: npt.NDArray[np.bool_] = of == part.number - 1
     return found
+
+
+def share_of(pairs: Copies, part: Part | None) -> Copies:
+    """The replicas that a part compares; all of them without one."""
+    if part is None:
+        return pairs
+    return pairs.take(slice(*(len(pairs) * k // part.count for k in (part.number - 1, part.number))))
 
 
 def durable_bytes(target: str, destination: Destination) -> int:

@@ -22,18 +22,20 @@ from ckptkit.core.destination import Destination, Written
 from ckptkit.core.dtypes import TABLE
 from ckptkit.core.plan import Plan
 from ckptkit.engine.convert import check_cast
-from ckptkit.engine.executor import run_tasks, usable_cpus
+from ckptkit.engine.executor import run_tasks
 from ckptkit.engine.grids import Grid
 from ckptkit.engine.journal import Durable, Journal, plan_hash
 from ckptkit.engine.mover import Mover, Worker
 from ckptkit.engine.ordered import OrderedWriter
-from ckptkit.engine.parts import files_of
+from ckptkit.engine.parts import files_of, share_of
 from ckptkit.engine.replicas import Comparer
 from ckptkit.engine.schedule import Schedule, make_schedule
+from ckptkit.engine.shapes import Shape, choose_shape
 from ckptkit.engine.sharing import Base, share_unchanged, share_written
 from ckptkit.engine.sources import Sources
+from ckptkit.engine.syncer import Syncer
 from ckptkit.engine.unchanged import copy_unchanged
-from ckptkit.engine.writer import SEGMENT, Outputs, Writer
+from ckptkit.engine.writer import Outputs, Writer
 from ckptkit.errors import CkptError, InterruptedRunError, StoreError, UsageError
 from ckptkit.stores.base import Store
 from ckptkit.stores.folder import Folder
@@ -79,16 +81,6 @@ class RunResult:
     slab_bytes: int = 0
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """How work is cut: threads, bytes of a slab, bytes of slabs that a worker may hold, and how far tasks may be apart."""
-
-    threads: int
-    slab: int
-    task: int
-    window: int | None = None
 
 
 def run(
@@ -171,7 +163,7 @@ def run(
         used = [copies.src_file] + ([pairs.src_file, pairs.dst_file] if pairs is not None else [])
         sources.note_identities(np.unique(np.concatenate(used)))
         if pairs is not None and len(pairs):
-            job.compare(_share_of(pairs, part))
+            job.compare(share_of(pairs, part))
         job.write(restart, overwrite, sync_every_s)
     except KeyboardInterrupt:
         done = (
@@ -221,7 +213,7 @@ class _Job:
 
     def compare(self, pairs: Copies) -> None:
         """Compare replicas. Raises CorruptionError for the first pair that differs."""
-        shape = self._shape(False)
+        shape = self._shape(direct=False)
         shape = replace(shape, slab=LEAF, task=max(LEAF, min(shape.task, 8 * LEAF)))
         slabs = _source_grid(self.sources)
         every = np.ones(slabs.cells, bool)
@@ -268,7 +260,7 @@ class _Job:
             folder.restart()
         # The fresh journal must not vouch for files that are gone and are written anew.
         durable = outputs.restore(durable or [])
-        shape = self._shape(direct, folder.ordered)
+        shape = self._shape(direct=direct, ordered=folder.ordered)
         try:
             try:
                 folder.check_space(self.every_byte)
@@ -362,7 +354,7 @@ class _Job:
             finally:
                 whole.files.close()
 
-    def _assemble(self, outputs: Outputs, journal: Journal, shape: _Shape, sync_every_s: float) -> None:
+    def _assemble(self, outputs: Outputs, journal: Journal, shape: Shape, sync_every_s: float) -> None:
         """Write every slab that is not durable yet."""
         result = self.result
         slabs, wanted, schedule = self._schedule(outputs, shape)
@@ -376,7 +368,7 @@ class _Job:
         result.slab_bytes = shape.slab
         kind = OrderedWriter if outputs.folder.ordered else Writer
         writer = kind(self.sources, schedule, self.stop, outputs)
-        syncer = _Syncer(writer, journal, self.stop, sync_every_s)
+        syncer = Syncer(writer, journal, self.stop, sync_every_s)
         syncer.start()
         try:
             self._run(writer, shape, lambda: self.progress(base + writer.done_bytes, self.total))
@@ -388,7 +380,7 @@ class _Job:
             raise error
         self.progress(base + writer.done_bytes, self.total)
 
-    def _schedule(self, outputs: Outputs, shape: _Shape) -> tuple[Grid, npt.NDArray[np.bool_], Schedule]:
+    def _schedule(self, outputs: Outputs, shape: Shape) -> tuple[Grid, npt.NDArray[np.bool_], Schedule]:
         """The slabs of a size, which of them are to be written, and in which order."""
         slabs = Grid(outputs.sizes, outputs.origins, shape.slab)
         files = slabs.file(np.arange(slabs.cells))
@@ -403,7 +395,11 @@ class _Job:
         schedule = make_schedule(self.copies, slabs, self.blocks, wanted, shape.task, waves=waves)
         return slabs, wanted, schedule
 
-    def _run(self, mover: Mover, shape: _Shape, tick: Callable[[], None]) -> None:
+    def _shape(self, *, direct: bool, ordered: bool = False) -> Shape:
+        readers = self.sources.store.readers
+        return choose_shape(self.total, self.threads, self.memory, readers, direct=direct, ordered=ordered)
+
+    def _run(self, mover: Mover, shape: Shape, tick: Callable[[], None]) -> None:
         workers = [Worker(shape.slab) for _ in range(min(shape.threads, max(mover.schedule.tasks, 1)))]
         try:
             run_tasks(
@@ -418,73 +414,6 @@ class _Job:
             self.result.bytes_in += sum(worker.bytes_in for worker in workers)
             self.result.overflows += sum(worker.overflows for worker in workers)
             self.result.checked_leaves = self.sources.checked
-
-    def _shape(self, direct: bool, ordered: bool = False) -> _Shape:
-        """Choose threads and sizes.
-
-        In memory, slabs of one leaf stay in the CPU's cache. On a disk a direct write keeps its thread waiting, so there
-        are three threads a CPU, and larger slabs. Remote stores are mostly waited for. A remote destination has two thirds
-        of the memory for its uploads, and slabs that wait for their turn are held beside those being made.
-        """
-        threads = self.threads or max(default_threads(direct or ordered), self.sources.store.readers)
-        memory, window = self.memory, None
-        if ordered:
-            memory //= 3
-            threads = self.threads or min(threads, 8)
-        threads = max(1, min(threads, memory // (4 * LEAF)))
-        tasks = threads
-        if ordered:
-            window = threads + 2
-            tasks += window
-        share = max((memory - threads * 2 * LEAF) // tasks, LEAF)
-        slab = 4 * LEAF if direct else LEAF
-        while slab > LEAF and slab * 4 > share:
-            slab //= 2
-        small = max(slab, -(-self.total // (threads * 4)))  # so that every thread has something to do
-        return _Shape(threads, slab, max(slab, min(share, SEGMENT, small)), window)
-
-
-class _Syncer(threading.Thread):
-    """Makes complete segments durable, now and then."""
-
-    def __init__(self, writer: Writer, journal: Journal, stop: threading.Event, every_s: float) -> None:
-        super().__init__(name="syncer", daemon=True)
-        self._every_s = every_s
-        self._writer, self._journal, self._stop_run = writer, journal, stop
-        self._end = threading.Event()
-        self._error: Exception | None = None
-        self.bytes = 0
-
-    def run(self) -> None:
-        while not self._end.wait(self._every_s):
-            self._sync()
-
-    def _sync(self) -> None:
-        if self._error is None:
-            try:
-                self.bytes += self._writer.make_durable(self._journal)
-            except Exception as error:  # noqa: BLE001  (raised by `end`)
-                self._error = error
-                self._stop_run.set()
-
-    def end(self) -> Exception | None:
-        """Sync the rest, and give the error if there was one."""
-        self._end.set()
-        self.join()
-        self._sync()
-        return self._error
-
-
-def default_threads(direct: bool) -> int:
-    """Workers where the caller does not say: more than CPUs where writes keep a thread waiting."""
-    return min(3 * usable_cpus(), 16) if direct else min(usable_cpus(), 32)
-
-
-def _share_of(pairs: Copies, part: Part | None) -> Copies:
-    """The replicas that a part compares."""
-    if part is None:
-        return pairs
-    return pairs.take(slice(*(len(pairs) * k // part.count for k in (part.number - 1, part.number))))
 
 
 def _check_casts(copies: Copies) -> None:

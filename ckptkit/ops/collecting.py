@@ -7,12 +7,13 @@ unfinished folder is abandoned.
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckptkit import stores
 from ckptkit.errors import StoreError, UsageError
 from ckptkit.formats import registry
 from ckptkit.ops import runs
+from ckptkit.ops.bans import ban_of, read_bans
 from ckptkit.ops.reports import Progress, Report, count_text, duration_text, nbytes_text
 from ckptkit.stores.durable import UNFINISHED
 from ckptkit.stores.removal import idle_s, in_use, remove_folder
@@ -93,7 +94,11 @@ def gc(
     began = time.monotonic()
     newest = runs.newest(run, quick=quick, progress=progress)
     report = GcReport(run, dry_run)
-    rows = runs.steps(run).steps
+    bans = read_bans(run)
+    rows = [
+        replace(row, state="banned") if row.state == "whole" and ban_of(bans, row.epoch, row.step) else row
+        for row in runs.steps(run).steps
+    ]
     there = {row.step for row in rows}
     unknown = sorted(set(pins) - there)
     if unknown:
@@ -152,7 +157,7 @@ def _why(
         return f"of an earlier epoch, but beyond step {floor} of the present one: remove it yourself if nobody needs it"
     if row.state != "whole":
         newer = (row.epoch, row.step) > (oldest.epoch, oldest.step)
-        return f"{row.state}, among steps that are kept: repair it, or remove it yourself" if newer else ""
+        return f"{row.state}, among steps that are kept: look at it, or remove it yourself" if newer else ""
     if keep_every is not None and row.step % keep_every == 0:
         return f"a multiple of {keep_every}"
     return ""

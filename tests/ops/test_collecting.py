@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ckptkit import ops
 from ckptkit.errors import FormatError, StoreError, UsageError
+from ckptkit.ops.bans import Ban, ban
 from ckptkit.stores.removal import remove_folder
 from tests.ops.making import flip, make
 
@@ -105,6 +106,19 @@ def test_a_newest_step_that_is_damaged_is_not_counted_on(step: Path, tmp_path: P
     assert next(row.why for row in report.kept if row.step == 20).startswith(
         "newer than the newest whole step"
     )
+
+
+def test_banned_steps_do_not_count_among_the_newest(step: Path, tmp_path: Path) -> None:
+    """Nobody restores them: the last one that somebody would stays."""
+    for number in (10, 20, 30):
+        add(step, tmp_path, f"step-{number:08d}.e0")
+    ban(str(tmp_path), Ban(0, 20, newer=True, why="nan"))
+
+    ops.gc(str(tmp_path), keep_last=1)
+
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {
+        f"step-{number:08d}.e0" for number in (10, 20, 30)
+    }
 
 
 def test_without_a_whole_step_nothing_goes(step: Path, tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""How work is cut: threads, and bytes of what they hold."""
+
+from dataclasses import dataclass
+
+from ckptkit.core.catalog import LEAF
+from ckptkit.engine.executor import usable_cpus
+from ckptkit.engine.writer import SEGMENT
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Threads, bytes of a slab, bytes of slabs that a worker may hold, and how far tasks may be apart."""
+
+    threads: int
+    slab: int
+    task: int
+    window: int | None = None
+
+
+def choose_shape(
+    total: int, threads: int | None, memory: int, readers: int, *, direct: bool, ordered: bool
+) -> Shape:
+    """Choose what the caller left open.
+
+    In memory, slabs of one leaf stay in the CPU's cache. On a disk a direct write keeps its thread waiting, so there are three
+    threads a CPU, and larger slabs. Remote stores are mostly waited for. A remote destination has two thirds of the memory for its
+    uploads, and slabs that wait for their turn are held beside those being made.
+
+    Args:
+        total: Bytes to write.
+        threads: As the caller says.
+        memory: Bytes of buffers for all.
+        readers: Reads that the source is worth having in flight.
+        direct: Whether writes bypass the page cache.
+        ordered: Whether the destination takes files from first byte to last.
+    """
+    given, window = threads, None
+    threads = given or max(default_threads(direct or ordered), readers)
+    if ordered:
+        memory //= 3
+        threads = given or min(threads, 8)
+    threads = max(1, min(threads, memory // (4 * LEAF)))
+    tasks = threads
+    if ordered:
+        window = threads + 2
+        tasks += window
+    share = max((memory - threads * 2 * LEAF) // tasks, LEAF)
+    slab = 4 * LEAF if direct else LEAF
+    while slab > LEAF and slab * 4 > share:
+        slab //= 2
+    small = max(slab, -(-total // (threads * 4)))  # so that every thread has something to do
+    return Shape(threads, slab, max(slab, min(share, SEGMENT, small)), window)
+
+
+def default_threads(direct: bool) -> int:
+    """Workers where the caller does not say: more than CPUs where writes keep a thread waiting."""
+    return min(3 * usable_cpus(), 16) if direct else min(usable_cpus(), 32)

@@ -1,0 +1,37 @@
+"""A thread that makes what is written durable while more is being written."""
+
+import threading
+
+from ckptkit.engine.journal import Journal
+from ckptkit.engine.writer import Writer
+
+
+class Syncer(threading.Thread):
+    """Makes complete segments durable, now and then."""
+
+    def __init__(self, writer: Writer, journal: Journal, stop: threading.Event, every_s: float) -> None:
+        super().__init__(name="syncer", daemon=True)
+        self._every_s = every_s
+        self._writer, self._journal, self._stop_run = writer, journal, stop
+        self._end = threading.Event()
+        self._error: Exception | None = None
+        self.bytes = 0
+
+    def run(self) -> None:
+        while not self._end.wait(self._every_s):
+            self._sync()
+
+    def _sync(self) -> None:
+        if self._error is None:
+            try:
+                self.bytes += self._writer.make_durable(self._journal)
+            except Exception as error:  # noqa: BLE001  (raised by `end`)
+                self._error = error
+                self._stop_run.set()
+
+    def end(self) -> Exception | None:
+        """Sync the rest, and give the error if there was one."""
+        self._end.set()
+        self.join()
+        self._sync()
+        return self._error

@@ -207,3 +207,22 @@ def cached(rank: int, world: int, kind: str, url: str, socket: str, upto: int, l
         ckpt.wait(level)
     state = whole(net, opt)
     return {"first": first, "losses": losses, "restored": restored, "state": state}
+
+
+def dcp_round(rank: int, world: int, url: str, kind: str, write: bool) -> Any:
+    """`dcp.save` or `dcp.load` of a model and an object by way of ckptkit."""
+    import torch.distributed.checkpoint as dcp
+
+    from ckptkit.hooks.integrations.dcp import CkptKitReader, CkptKitWriter
+
+    net, opt, step = make(kind, rank, world, seed=0 if write else 5)
+    if write:
+        step(0)
+    state: dict[str, Any] = {"model": net.state_dict(), "note": {"epoch": 3 if write else 0}}
+    if write:
+        dcp.save(state, storage_writer=CkptKitWriter(url, step=1, timeout_s=30))
+    else:
+        dcp.load(state, storage_reader=CkptKitReader(url))
+        net.load_state_dict(state["model"])
+    found = {name: tensor for name, tensor in whole(net, opt).items() if name in dict(net.named_parameters())}
+    return found, state["note"]

@@ -12,6 +12,8 @@ from typing import Annotated
 from ckptkit.cache.codec import AtMost, Between, Matching, message
 
 MAX_RANKS = 1 << 16
+MAX_BANS = 1000
+MAX_SOURCES = 64
 DURABLE = "@durable"
 """Where a shard lies that is read from durable storage; no node can have this name."""
 
@@ -151,10 +153,10 @@ class Mark:
 
 @message
 class Bans:
-    """All bans and marks that a node knows; it only grows."""
+    """All bans and marks that a node knows, the oldest forgotten beyond `MAX_BANS`."""
 
-    bans: Annotated[tuple[Ban, ...], AtMost(1000)] = ()
-    marks: Annotated[tuple[Mark, ...], AtMost(1000)] = ()
+    bans: Annotated[tuple[Ban, ...], AtMost(MAX_BANS)] = ()
+    marks: Annotated[tuple[Mark, ...], AtMost(MAX_BANS)] = ()
 
     def hard(self, version: Version) -> bool:
         """Whether the operator banned it."""
@@ -165,9 +167,8 @@ class Bans:
         return len({mark.epoch for mark in self.marks if mark.version == version}) >= 2
 
     def union(self, other: "Bans") -> "Bans":
-        return Bans(
-            tuple(dict.fromkeys(self.bans + other.bans)), tuple(dict.fromkeys(self.marks + other.marks))
-        )
+        bans, marks = dict.fromkeys(self.bans + other.bans), dict.fromkeys(self.marks + other.marks)
+        return Bans(tuple(bans)[-MAX_BANS:], tuple(marks)[-MAX_BANS:])
 
 
 # --- from the coordinator -------------------------------------------------------------------------------------------------
@@ -244,7 +245,7 @@ class RestoreDecision:
     version: Version | None = None
     world: Count = 0
     index_hash: Annotated[str, Matching("([0-9a-f]{32})?", "digest or nothing")] = ""
-    sources: Annotated[tuple[Annotated[tuple[Source, ...], AtMost(64)], ...], AtMost(MAX_RANKS)] = ()
+    sources: Annotated[tuple[Annotated[tuple[Source, ...], AtMost(MAX_SOURCES)], ...], AtMost(MAX_RANKS)] = ()
     digests: Annotated[tuple[Digest, ...], AtMost(MAX_RANKS)] = ()
     keep: Version | None = None
     excluded: Annotated[tuple[Version, ...], AtMost(1000)] = ()

@@ -7,7 +7,7 @@ copy somewhere. Copies are not read here; readers verify each leaf, and a versio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptkit.cache.messages import DURABLE, Bans, Epoch, Inventory, Shard, Version
+from ckptkit.cache.messages import DURABLE, MAX_SOURCES, Bans, Epoch, Inventory, Shard, Version
 from ckptkit.cache.placement import Cliques
 
 Layout = tuple[Version, int, str]
@@ -102,7 +102,7 @@ def _agreeing(copies: Mapping[str, str]) -> tuple[str, ...]:
     """The places whose copies have the digest that most have."""
     digests = list(copies.values())
     best = max(sorted(set(digests)), key=digests.count)
-    return tuple(sorted(source for source, digest in copies.items() if digest == best))
+    return tuple(sorted(source for source, digest in copies.items() if digest == best))[:MAX_SOURCES]
 
 
 def _replicated(

@@ -5,7 +5,7 @@ from typing import Any
 
 from ckptkit.cache import events as ev
 from ckptkit.cache.settings import Settings
-from tests.cache.world import Process, World
+from tests.cache.world import Violation, World
 
 
 class Trace:
@@ -68,6 +68,24 @@ class Trace:
         if rng.random() >= 0.05 * self.faults:
             del bag[at]
         self.world.deliver(to, message)
+        if rng.random() < 0.1 and self.world.crash_at is None:
+            before = self.seen_of(to)
+            self.world.deliver(to, message)
+            if self.seen_of(to) != before:
+                raise Violation("I13", f"{message} changed {to} a second time")
+
+    def seen_of(self, name: str) -> Any:
+        """What messages may change for good."""
+        host = self.world.hosts[name]
+        node, coordinator = host.node, host.coordinator
+        mine = (
+            (list(node.table), node.record, node.restore, node.bans, set(node.saves.open)) if node else None
+        )
+        return mine, (
+            coordinator.record,
+            coordinator.restore,
+            set(coordinator.ballots),
+        ) if coordinator else None
 
     def tick(self, seconds: float) -> None:
         self.world.now += seconds
@@ -222,7 +240,3 @@ class Trace:
                     or (found.state == "SEALED" and found.version is not None and not host.node.decided(found.version))
                 )  # fmt: skip
                 assert fine, f"I14: slot {found.slot} of {name} is stuck: {found}, record {record}"
-
-
-def living(world: World) -> list[Process]:
-    return [process for process in world.processes if process.alive]

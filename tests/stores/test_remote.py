@@ -16,7 +16,7 @@ from ckptkit import stores
 from ckptkit.errors import CkptError, FormatError, ShardMissingError, StoreError, UnsafeError, UsageError
 from ckptkit.stores import filesystems
 from ckptkit.stores.remote import RemoteStore
-from ckptkit.stores.retrying import VARIABLE, Retry, plain
+from ckptkit.stores.retrying import VARIABLE, Retry, is_final, plain
 from tests.stores.faulty_fs import World
 
 URL = "faulty://runs/step"
@@ -246,3 +246,43 @@ def test_libraries_with_one_connection_are_asked_one_thing_at_a_time() -> None:
         for done in [pool.submit(lambda: files.open("a").read()) for _ in range(40)]:
             assert done.result() is None
     assert most == [1] and files.size == 3
+
+
+def _with(error: Exception, cause: Exception | None = None, **facts: Any) -> Exception:
+    for name, value in facts.items():
+        setattr(error, name, value)
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "final"),
+    [
+        (ConnectionResetError(), False),
+        (TimeoutError(), False),
+        (_with(RuntimeError(), status=429), False),
+        (_with(RuntimeError(), status=408), False),
+        (_with(RuntimeError(), status=503), False),
+        (_with(RuntimeError(), status=404), True),
+        (_with(RuntimeError(), code=403), True),  # gcsfs
+        (_with(RuntimeError(), status_code=500), False),  # Azure
+        (
+            _with(OSError(), _with(RuntimeError(), response={"ResponseMetadata": {"HTTPStatusCode": 400}})),
+            True,
+        ),
+        (
+            _with(OSError(), _with(RuntimeError(), response={"ResponseMetadata": {"HTTPStatusCode": 503}})),
+            False,
+        ),
+        (FileNotFoundError(), True),
+        (_with(FileNotFoundError(), ConnectionResetError()), False),  # fsspec's HTTP calls every fault so
+        (_with(FileNotFoundError(), _with(RuntimeError(), status=404)), True),
+        (PermissionError(), True),
+        (type("NoCredentialsError", (Exception,), {})(), True),
+        (OSError(28, "no space"), True),
+        (TypeError(), True),
+    ],
+)
+def test_which_faults_may_pass(error: Exception, final: bool) -> None:
+    """By kind, by the status that a library's error carries, or by its cause."""
+    assert is_final(error) is final

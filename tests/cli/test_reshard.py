@@ -185,3 +185,31 @@ def test_a_part_that_is_none_is_wrong_use(made: Path, tmp_path: Path) -> None:
     for text in ("0/2", "two", "slurm"):
         assert invoke("reshard", made / "native", tmp_path / "out", "--part", text).exit_code == 2
     assert not list(tmp_path.iterdir())
+
+
+def test_files_are_shared_with_a_base(made: Path, tmp_path: Path) -> None:
+    assert invoke("copy", made / "native", tmp_path / "a").exit_code == 0
+
+    done = invoke("reshard", made / "native", tmp_path / "b", "--base", tmp_path / "a")
+
+    assert done.exit_code == 0 and "shared with the base" in done.output
+    ranks = sorted(path.name for path in (tmp_path / "b").glob("*.safetensors"))
+    assert all((tmp_path / "b" / name).samefile(tmp_path / "a" / name) for name in ranks)
+    assert invoke("reshard", made / "native", tmp_path / "c", "--base", made / "hf").exit_code == 2
+
+
+def test_rules_for_names_from_a_file(tmp_path: Path) -> None:
+    import numpy as np
+    from safetensors.numpy import load_file, save_file
+
+    (tmp_path / "a").mkdir()
+    save_file({"x.0.w": np.ones((2, 3), np.float32)}, tmp_path / "a" / "model.safetensors")
+    (tmp_path / "rules.toml").write_text('[names]\n"x.{i}.w" = "y.{i}"\n')
+
+    there = invoke("reshard", tmp_path / "a", tmp_path / "b", "--rename", tmp_path / "rules.toml")
+    back = invoke("reshard", tmp_path / "b", tmp_path / "c", "--rename-back", tmp_path / "rules.toml")
+
+    assert there.exit_code == back.exit_code == 0
+    assert set(load_file(tmp_path / "b" / "model.safetensors")) == {"y.0"}
+    assert set(load_file(tmp_path / "c" / "model.safetensors")) == {"x.0.w"}
+    assert invoke("reshard", tmp_path / "a", tmp_path / "d", "--rename", tmp_path / "nothing").exit_code == 2

@@ -3,6 +3,8 @@
 import fcntl
 import os
 import shutil
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -168,6 +170,55 @@ def test_a_removal_that_stops_anywhere_leaves_nothing_that_looks_whole(
     assert states == {10: "unfinished", 20: "whole"}
     ops.gc(str(tmp_path), keep_last=1)
     assert names(tmp_path) == {"step-00000020.e0"}
+
+
+def test_gc_killed_at_any_call_leaves_only_steps_that_are_whole_or_known_not_to_be(
+    step: Path, tmp_path: Path
+) -> None:
+    """At renames, unlinks, rmdirs and syncs in turn; the next gc does the rest."""
+    plain = Path(make(tmp_path / "plain", optimizer="none", layout="tp=1", to="hf"))
+    moment, status = 0, 1
+    while status:
+        moment += 1 + moment // 6  # all of the first ones, then some
+        run = tmp_path / f"run{moment}"
+        for number in (10, 20, 30):
+            add(step, run, f"step-{number:08d}.e0")
+        add(plain, run, "checkpoint-5")
+
+        status = killed_gc(run, moment)
+
+        for row in ops.steps(str(run)).steps:
+            assert row.state != "whole" or ops.verify(row.path, quick=True).exit_code == 0
+        assert ops.newest(str(run), quick=True).step.step == 30  # type: ignore[union-attr]
+        ops.gc(str(run), keep_last=2, quick=True, abandoned_s=0)
+        assert names(run) == {"step-00000020.e0", "step-00000030.e0"}
+    assert moment > 10
+
+
+def killed_gc(run: Path, moment: int) -> int:
+    """Run gc in a child that ends itself at its `moment`-th call; 0 where it came to its end before."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # idle threads of a linear algebra library
+        child = os.fork()
+    if child == 0:
+        left = [moment]
+
+        def dying(real: Callable[..., object]) -> Callable[..., object]:
+            def call(*given: object, **named: object) -> object:
+                left[0] -= 1
+                if not left[0]:
+                    os._exit(9)
+                return real(*given, **named)
+
+            return call
+
+        for name in ("rename", "unlink", "rmdir", "fsync"):
+            setattr(os, name, dying(getattr(os, name)))
+        try:
+            ops.gc(str(run), keep_last=2, quick=True)
+        finally:
+            os._exit(0 if left[0] > 0 else 1)
+    return os.waitpid(child, 0)[1]
 
 
 def test_a_format_without_a_marker_is_renamed_before_it_is_removed(

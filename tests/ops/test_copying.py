@@ -33,6 +33,14 @@ def test_a_copy_has_the_same_files(trained: str, tmp_path: Path, to: str) -> Non
     assert bool(result.not_checked) == (to == "hf")
 
 
+def test_copies_go_to_stores_and_back(trained: str, tmp_path: Path) -> None:
+    there = ops.copy(trained, "memory://copies/step-00001000.e0")
+    back = ops.copy("memory://copies@1000", str(tmp_path / "b"))
+
+    assert contents(tmp_path / "b") == contents(trained)
+    assert there.files == back.files and there.leaves_checked == back.leaves_checked > 0
+
+
 def test_every_leaf_of_the_source_is_compared(trained: str, tmp_path: Path) -> None:
     result = ops.copy(trained, str(tmp_path / "b"))
 

@@ -55,6 +55,13 @@ def test_formats_without_a_place_for_them_have_the_same_ones_computed(
     assert all(value == theirs[key] for key, value in found.items())
 
 
+def test_a_remote_destination_has_them_too(trained: str) -> None:
+    """Its files are written from first to last."""
+    ops.reshard(trained, "memory://prints/b", layout="dp=3,zero=3", fingerprint=True)
+
+    assert stored(ops.open("memory://prints/b")) == stored(ops.open(trained))
+
+
 def test_computed_and_stored_ones_are_the_same(trained: str) -> None:
     source = ops.open(trained)
 

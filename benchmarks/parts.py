@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ckptkit.engine.writer import SEGMENT
+
 PER_LAYER, BASE = 0.5384, 0.9403  # GB of a source: BASE + layers * PER_LAYER
 SMALL = {
     "hidden_size": 1024,
@@ -121,7 +123,7 @@ def _four(src: Path, dst: Path, threads: int) -> None:
 def _four_killed(src: Path, dst: Path, threads: int) -> None:
     each = max(1, threads // COUNT)
     running = {k: _start(src, dst, each, f"{k}/{COUNT}") for k in range(1, COUNT + 1)}
-    _wait_for_quarter(dst, lambda: all(process.poll() is not None for process in running.values()))
+    _wait_for_quarter(src, dst, lambda: all(process.poll() is not None for process in running.values()))
     victim = next((k for k, process in running.items() if process.poll() is None), 1)
     running[victim].send_signal(signal.SIGKILL)
     running[victim].wait()
@@ -129,13 +131,13 @@ def _four_killed(src: Path, dst: Path, threads: int) -> None:
     _end(list(running.values()))
 
 
-def _wait_for_quarter(dst: Path, over: Any) -> None:
+def _wait_for_quarter(src: Path, dst: Path, over: Any) -> None:
     """Until a quarter of the segments is in the logs, or nothing is left to wait for."""
+    files = [file.stat().st_size for file in src.glob("*.safetensors")]
+    every = len(files) + sum(-(-size // SEGMENT) for size in files)
     while not over():
         rows = [json.loads(line) for line in _lines(dst)]
-        if (
-            len({(row["file"], row["segment"]) for row in rows}) >= 9
-        ):  # of 18 files with a header and some data each
+        if len({(row["file"], row["segment"]) for row in rows}) >= every // 4:
             return
         time.sleep(0.02)
 
@@ -175,7 +177,7 @@ def _on_ray_killed(src: Path, dst: Path, threads: int) -> None:
     done = threading.Event()
 
     def kill() -> None:
-        _wait_for_quarter(dst, done.is_set)
+        _wait_for_quarter(src, dst, done.is_set)
         for pid in _holders(dst)[:1]:
             os.kill(pid, signal.SIGKILL)
 

@@ -51,10 +51,12 @@ class Saves:
 
     def __post_init__(self) -> None:
         self._last_step: dict[int, int] = {}
+        self._gone: set[int] = set()
 
     def new_epoch(self) -> None:
         self.open.clear()
         self._last_step.clear()
+        self._gone.clear()
 
     def recovered(self, found: SlotRecord) -> None:
         """A slot of the present epoch was found after a restart."""
@@ -63,8 +65,9 @@ class Saves:
         self._last_step[found.rank] = max(found.version.step, self._last_step.get(found.rank, -1))
 
     def exited(self, rank: int, now: float) -> list[Effect]:
-        """A rank is gone: what it has not sealed will not become whole."""
+        """A rank is gone: what it has not sealed will not become whole, nor will later saves of this epoch."""
         effects: list[Effect] = []
+        self._gone.add(rank)
         for step in list(self.open):
             if not self.in_hand(step, rank):
                 effects += self.refuse(step, f"rank {rank} exited", now)
@@ -103,6 +106,8 @@ class Saves:
         if self.node.decided(version):
             return [*effects, Answer(session, 409, "the save was aborted")]
         save = self.open.setdefault(call.step, Save())
+        if self._gone:
+            effects += self.refuse(call.step, f"rank {min(self._gone)} exited", now)
         if save.refusal:
             return [*effects, Answer(session, 409, f"the save was given up: {save.refusal}")]
         if call.nbytes > self.node.table.slot_bytes:

@@ -108,6 +108,9 @@ def test_row_1_rank_killed_during_the_copy() -> None:
     assert newest(world) == 1
     assert record(world).aborted == (2,)  # type: ignore[union-attr]
     assert all(slot.state != "WRITING" for slot in world.hosts["n0"].node.table)  # type: ignore[union-attr]
+    before = world.counts.get("answer 409", 0)
+    world.act(world.processes[1], "begin")
+    assert world.counts["answer 409"] == before + 1, "nothing more is copied for nothing on that node"
     restored = restart(world)
     assert restored is not None and restored.step == 1
 

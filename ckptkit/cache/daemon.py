@@ -12,7 +12,7 @@ import signal
 import ssl
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import ckptkit
@@ -24,43 +24,17 @@ from ckptkit.cache.drain import Drainer
 from ckptkit.cache.durable import DurableRun
 from ckptkit.cache.events import (
     Answer,
-    AskInventories,
     Begun,
-    Broadcast,
-    CancelDrain,
-    CancelPull,
-    CloseSession,
     Drained,
-    DrainVersion,
     Effect,
-    EpochAccepted,
-    Hashed,
-    HashSlot,
-    InventoryArrived,
-    KillOwner,
     Lease,
-    ListDurable,
-    ManifestWritten,
     NodeEvent,
-    Note,
     Operator,
-    OwnerExited,
-    PullShard,
     Received,
     Refuse,
-    ReleaseMemory,
-    RepairSlot,
-    Send,
     SessionClosed,
     SlotReady,
-    StateChanged,
     Tick,
-    WatchOwner,
-    WriteBans,
-    WriteCoordinator,
-    WriteEpoch,
-    WriteManifest,
-    WriteSlot,
 )  # fmt: skip
 from ckptkit.cache.fetch import Caller, Peers, client_context
 from ckptkit.cache.gathering import Gathering
@@ -73,11 +47,9 @@ from ckptkit.cache.messages import (
     TO_NODE,
     BanRequest,
     Bans,
-    CoordinatorRecord,
     CopyLost,
     Epoch,
     Inventory,
-    Owner,
     PeerMessage,
     SlotRecord,
     Version,
@@ -86,7 +58,7 @@ from ckptkit.cache.metrics import Metrics
 from ckptkit.cache.node import Node
 from ckptkit.cache.notes import Notes
 from ckptkit.cache.outbox import Outbox
-from ckptkit.cache.peercred import start_time, watch
+from ckptkit.cache.performing import Effects
 from ckptkit.cache.pull import Puller
 from ckptkit.cache.sealing import Sealing
 from ckptkit.cache.settings import Settings
@@ -95,7 +67,6 @@ from ckptkit.cache.throttle import Gate, Throttle
 from ckptkit.cache.tmpfs import Tmpfs
 from ckptkit.cache.uds import Session, UdsServer
 from ckptkit.cache.upkeep import Upkeep
-from ckptkit.errors import CkptError, StoreError
 
 NO_EPOCH = Caller("", 0, "0" * 32)
 
@@ -120,7 +91,7 @@ class Daemon:
         )
         self.metrics = Metrics(ckptkit.__version__, lambda metrics: self.upkeep.refresh(metrics))
         self.notes = Notes(self)
-        self.gate, self.saving = Gate(), False
+        self.gate, self.effects = Gate(), Effects(self)
         self.node = Node(config.node, SlotTable([], 0), None, Bans(), self.settings)  # replaced by `_recover`
         self.coordinator: Coordinator | None = None
         self.address = ""
@@ -129,10 +100,8 @@ class Daemon:
         self.changed = asyncio.Event()
         self.stopping: str = ""
         self._stop = asyncio.Event()
-        self._replies: dict[int, Answer | Begun | Lease] = {}
+        self.replies: dict[int, Answer | Begun | Lease] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._watched: dict[Owner, int] = {}
-        self._held: dict[Version, list[SlotRecord]] = {}
         self._peers: Peers | None = None
         self.loop: asyncio.AbstractEventLoop
 
@@ -188,13 +157,13 @@ class Daemon:
         self.memory = Memory(self.tmpfs, lambda slot: self._ready(slot), self.metrics.populate_rate.set)
         self.puller = Puller(
             self.tmpfs, conns=config.replicas.conns, request=config.replicas.request, throttle=Throttle(config.replicas.max_bps),
-            gate=self.gate, patience_s=30.0 * scale, index=self.gathering.fetch_index, done=self._from_thread,
+            gate=self.gate, patience_s=30.0 * scale, index=self.gathering.fetch_index, done=self.from_thread,
             mismatch=self.metrics.hash_mismatch.labels("fetch").inc, moved=self.metrics.replica_bytes.labels("in").inc,
         )  # fmt: skip
         self.drainer: Drainer | None = None
         if self.run_folder is not None:
             self.drainer = Drainer(
-                self.tmpfs, self.run_folder, Throttle(config.drain.max_bps), self.log, done=self._from_thread, over=self._drain_over,
+                self.tmpfs, self.run_folder, Throttle(config.drain.max_bps), self.log, done=self.from_thread, over=self.effects.drain_over,
                 moved=self.metrics.drain_bytes.inc, mismatch=self.metrics.hash_mismatch.labels("drain").inc,
                 pause_s=(1.0 * scale, 60.0 * scale),
             )  # fmt: skip
@@ -237,23 +206,23 @@ class Daemon:
                 or record.slot not in known
             ):
                 table.unready.add(record.slot)
-        epoch = self._stored("epoch.json", Epoch)
-        bans = self._stored("banned.json", Bans) or Bans()
+        epoch = self.stored("epoch.json", Epoch)
+        bans = self.stored("banned.json", Bans) or Bans()
         self.former = {str(k): str(v) for k, v in (self.tmpfs.read_json("former.json") or {}).items()}
         self.puller.slot_bytes = table.slot_bytes
         self.start_node(table, epoch, bans)
         if table.unready:
             self.task(self._make_ready())
         if epoch is not None and epoch.coordinator == self.config.node:
-            self._coordinate(epoch)
+            self.effects.coordinate(epoch)
 
     def start_node(self, table: SlotTable, epoch: Epoch | None, bans: Bans) -> None:
         """Begin with a table of slots, new or recovered."""
         self.node, effects = Node.start(self.config.node, table, epoch, bans, self.settings, self.now())
         self.puller.slot_bytes = table.slot_bytes
-        self.perform(effects)
+        self.effects.perform(effects)
 
-    def _stored(self, name: str, kind: Any) -> Any:
+    def stored(self, name: str, kind: Any) -> Any:
         plain = self.tmpfs.read_json(name)
         if plain is None:
             return None
@@ -305,9 +274,7 @@ class Daemon:
         self.memory.close()
         self.hashing.close()
         await self.outbox.close()
-        for pidfd in self._watched.values():
-            self.loop.remove_reader(pidfd)
-            os.close(pidfd)
+        self.effects.close()
         if self._peers is not None:
             self._peers.close()
         if self.run_folder is not None:
@@ -374,17 +341,17 @@ class Daemon:
 
     def apply(self, event: NodeEvent) -> None:
         """Hand one event to the node."""
-        self.perform(self.node.handle(event, self.now()))
+        self.effects.perform(self.node.handle(event, self.now()))
 
     def call(self, session: int, event: NodeEvent) -> Answer | Begun | Lease:
         """Hand over a rank's call and give its answer."""
-        self._replies.pop(session, None)
+        self.replies.pop(session, None)
         self.apply(event)
-        return self._replies.pop(session, Answer(session, 500, "the call got no answer"))
+        return self.replies.pop(session, Answer(session, 500, "the call got no answer"))
 
     def tell_coordinator(self, event: Any) -> None:
         if self.coordinator is not None:
-            self.perform(self.coordinator.handle(event, self.now()))
+            self.effects.perform(self.coordinator.handle(event, self.now()))
 
     def receive(self, message: PeerMessage) -> tuple[int, str]:
         """A message of a peer, or of this node to itself; gives the code and text of the answer."""
@@ -404,13 +371,13 @@ class Daemon:
             answer = refusals[0].code, refusals[0].detail
             if answer[0] == 409:
                 self.metrics.fenced.inc()
-        self.perform(effects)
+        self.effects.perform(effects)
         return answer
 
-    def _deliver(self, message: PeerMessage) -> None:
+    def deliver(self, message: PeerMessage) -> None:
         self.receive(message)
 
-    def _from_thread(self, event: Any) -> None:
+    def from_thread(self, event: Any) -> None:
         self.loop.call_soon_threadsafe(self._arrived, event)
 
     def _arrived(self, event: Any) -> None:
@@ -441,256 +408,6 @@ class Daemon:
             self.apply(Tick())
             self.tell_coordinator(Tick())
             await asyncio.sleep(min(1.0, self.settings.resend_s / 2))
-
-    # ── effects out ──────────────────────────────────────────────────────────────────────────────────────────
-
-    def perform(self, effects: Sequence[Effect]) -> None:
-        """Perform effects, in order."""
-        for effect in effects:
-            try:
-                self._perform(effect)
-            except OSError as error:
-                # A record that could not be written: nothing behind it may happen.
-                self.fail(StoreError(f"cannot write {type(effect).__name__}: {error.strerror}"))
-                raise
-
-    def _perform(self, effect: Effect) -> None:
-        match effect:
-            case WriteSlot(record):
-                if record.state == "WRITING" and not record.writer_done and record.bitmap == "":
-                    self.metrics.slot_reuse.inc()
-                self.tmpfs.write_slot(record.slot, codec.plain(record))
-                self._watch_saving()
-            case WriteEpoch(epoch):
-                self.calls.new_epoch(epoch)
-                self.tmpfs.write_json("epoch.json", codec.plain(epoch))
-            case WriteBans(bans):
-                self.tmpfs.write_json("banned.json", codec.plain(bans))
-                if self.run_folder is not None and self.coordinator is not None:
-                    self.task(self._store_bans(self.run_folder, bans))
-            case WriteCoordinator(record):
-                self.tmpfs.write_json("commits/coordinator.json", codec.plain(record))
-            case EpochAccepted(epoch):
-                self._accepted(epoch)
-            case Lease(session) | Begun(session) | Answer(session):
-                self._replies[session] = effect
-            case CloseSession(number, reason):
-                if (leaving := self.sessions.get(number)) is not None:
-                    self.task(self.fence(leaving, reason))
-            case Refuse():
-                pass  # `receive` looks for it
-            case Send(to, message):
-                self._send(to, message)
-            case Broadcast(message):
-                for node in self.node.epoch.ranks if self.node.epoch is not None else ():
-                    self._send(node, message)
-            case HashSlot(slot, seq):
-                self.task(self._hash(slot, seq))
-            case PullShard():
-                copies = self.gathering.copies(effect.shard.version, effect.shard.rank, effect.sources)
-                self.puller.pull(effect, copies)
-            case CancelPull(slot, seq):
-                self.puller.cancel(slot, seq)
-            case RepairSlot():
-                self.puller.repair(
-                    effect, self.gathering.copies(effect.shard.version, effect.shard.rank, effect.sources)
-                )
-            case ReleaseMemory(slot):
-                self.metrics.pressure_actions.labels("release").inc()
-                self.tmpfs.release(slot)
-            case WatchOwner(owner):
-                self.watch(owner)
-            case KillOwner(owner):
-                self._kill(owner)
-            case DrainVersion(version, slots):
-                self._drain(version, slots)
-            case CancelDrain(version):
-                if self.drainer is not None:
-                    self.drainer.cancel(version)
-            case StateChanged():
-                self._state_changed()
-            case Note(name, facts):
-                self.notes.take(name, dict(facts))
-            case AskInventories(epoch):
-                self.task(self._ask_inventories(epoch))
-            case ListDurable():
-                self.task(self._list_durable())
-            case WriteManifest(version):
-                self.task(self._write_manifest(version))
-
-    def _state_changed(self) -> None:
-        if self.node.record is not None and self.node.trains:
-            self.notes.saw(self.node.record)
-        if self.node.restore is not None:
-            self.notes.restore(self.node.restore)
-        self.changed.set()
-        self.changed = asyncio.Event()
-
-    def _send(self, to: str, message: PeerMessage) -> None:
-        self.notes.sending(message)
-        if to == self.config.node:
-            self.loop.call_soon(self._deliver, message)
-        elif (address := self.address_of(to)) is not None:
-            self.outbox.send(address, message)
-
-    def _accepted(self, epoch: Epoch) -> None:
-        self.coordinator = None
-        self.log(
-            "epoch accepted",
-            epoch=epoch.epoch,
-            inc=epoch.inc,
-            ranks=epoch.world,
-            coordinator=epoch.coordinator,
-        )
-        if epoch.coordinator == self.config.node:
-            self._coordinate(epoch)
-
-    def _coordinate(self, epoch: Epoch) -> None:
-        stored = self._stored("commits/coordinator.json", CoordinatorRecord)
-        self.coordinator, effects = Coordinator.start(epoch, stored, self.settings, self.now())
-        collisions = self.coordinator.cliques.collisions()
-        self.metrics.domain_collision.set(1 if collisions else 0)
-        if collisions:
-            self.log("copies share a failure domain", copies=collisions)
-        self.perform(effects)
-
-    async def fence(self, session: Session, reason: str) -> None:
-        with contextlib.suppress(OSError):
-            await session.send({"event": "fenced", "reason": reason})
-        session.close()
-
-    async def _hash(self, slot: int, seq: int) -> None:
-        record = self.node.table.get(slot)
-        if record is None or record.seq != seq:
-            return
-        began = self.now()
-        digest, reason = await asyncio.to_thread(self.sealing.seal, record)
-        self.metrics.hash_seconds.observe(self.now() - began)
-        if not digest:
-            self.metrics.hash_mismatch.labels("seal").inc()
-            self.log(
-                "shard refused",
-                slot=slot,
-                rank=record.rank,
-                step=record.version and record.version.step,
-                reason=reason,
-            )
-        self.apply(Hashed(slot, seq, digest, reason[:900]))
-
-    def _watch_saving(self) -> None:
-        """Replication yields while a rank writes."""
-        saving = self.node.saving
-        if saving != self.saving:
-            self.saving = saving
-            (self.gate.enter if saving else self.gate.leave)()
-
-    def watch(self, owner: Owner) -> None:
-        """Say when this process ends."""
-        if owner in self._watched:
-            return
-        pidfd = self.calls.pidfd(owner)
-        try:
-            pidfd = watch(owner) if pidfd is None else pidfd
-        except StoreError as error:
-            self.log("cannot watch a process", pid=owner.pid, reason=str(error))
-            return
-        if pidfd is None:
-            self.loop.call_soon(self.apply, OwnerExited(owner))
-            return
-        self._watched[owner] = pidfd
-        self.loop.add_reader(pidfd, self._exited, owner)
-
-    def _exited(self, owner: Owner) -> None:
-        pidfd = self._watched.pop(owner)
-        self.loop.remove_reader(pidfd)
-        os.close(pidfd)
-        self.log("process ended", pid=owner.pid)
-        self.apply(OwnerExited(owner))
-
-    def _kill(self, owner: Owner) -> None:
-        pidfd = self._watched.get(owner)
-        if pidfd is not None and (owner.pid == 0 or start_time(owner.pid) == owner.starttime):
-            self.log("killing a process of an earlier epoch", pid=owner.pid)
-            with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-
-    # ── durable ──────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _drain(self, version: Version, slots: Sequence[int]) -> None:
-        records = [record for slot in slots if (record := self.node.table.get(slot)) is not None]
-        if self.drainer is None:
-            self.loop.call_soon(self.apply, Drained(version, "no durable storage is configured"))
-            return
-        for record in records:
-            self.node.table.refs[record.slot] += 1
-        self._held[version] = records
-        self.drainer.drain(version, records)
-
-    def _drain_over(self, records: Sequence[SlotRecord], seconds: float) -> None:
-        self.loop.call_soon_threadsafe(self._drain_ended, records, seconds)
-
-    def _drain_ended(self, records: Sequence[SlotRecord], seconds: float) -> None:
-        for record in records:
-            if record.slot in self.node.table:
-                self.release(record)
-        self.upkeep.drained(seconds, sum(record.used for record in records))
-
-    async def _store_bans(self, run: DurableRun, bans: Bans) -> None:
-        try:
-            await asyncio.to_thread(run.add_bans, bans)
-        except CkptError as error:
-            self.log("bans are not durable", reason=str(error))
-
-    async def _list_durable(self) -> None:
-        coordinator, pause = self.coordinator, 1.0
-        while coordinator is not None and coordinator is self.coordinator:
-            found = await self.gathering.durable()
-            if coordinator is not self.coordinator:
-                return
-            self.tell_coordinator(found)
-            if not found.failure:
-                return
-            self.log("durable storage does not answer", reason=found.failure)
-            await asyncio.sleep(pause * self.scale)
-            pause = min(2 * pause, 30.0)
-
-    async def _write_manifest(self, version: Version) -> None:
-        assert self.run_folder is not None and self.node.epoch is not None
-        failure = ""
-        try:
-            await asyncio.to_thread(self.run_folder.write_manifest, version, self.node.epoch.world)
-        except CkptError as error:
-            failure = str(error)[:900]
-            self.log("manifest not written", step=version.step, epoch=version.epoch, reason=failure)
-        self.tell_coordinator(ManifestWritten(version, failure))
-        if not failure:
-            await self.upkeep.retain()
-
-    # ── restore ──────────────────────────────────────────────────────────────────────────────────────────────
-
-    async def _ask_inventories(self, epoch: Epoch) -> None:
-        """Former members first, once: the restore is decided when the last member has answered."""
-        former = [item for item in self.former.items() if item[0] not in epoch.addresses]
-        await asyncio.gather(*(self._ask_inventory(*item, again=False) for item in former))
-        for node, address in epoch.addresses.items():
-            self.task(self._ask_inventory(node, address, again=True))
-
-    async def _ask_inventory(self, node: str, address: str, *, again: bool) -> None:
-        coordinator = self.coordinator
-        while coordinator is not None and coordinator is self.coordinator:
-            found: Inventory | None
-            found = (
-                self.node.inventory() if node == self.config.node else await self.gathering.inventory(address)
-            )
-            if coordinator is not self.coordinator:
-                return
-            if found is not None and found.node != node:
-                self.log("another node answers", address=address, expected=node, found=found.node)
-                found = None
-            if found is not None or not again:
-                self.tell_coordinator(InventoryArrived(node, found))
-                return
-            await asyncio.sleep(1.0 * self.scale)
 
     # ── what the HTTP server asks ────────────────────────────────────────────────────────────────────────────
 

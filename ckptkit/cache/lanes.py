@@ -25,19 +25,17 @@ def next_table(
     """
     lanes: dict[str, list[SlotRecord]] = {own_lane(rank): [] for rank in range(ranks)}
     lanes[REPLICA] = []
-    homeless = []
     number = -1
-    for record in sorted(current, key=lambda record: (record.state == "FREE", record.slot)):
+    # What is in use first, at home where that still is; then free slots where some are missing.
+    for record in sorted(
+        current, key=lambda record: (record.state == "FREE", record.lane not in lanes, record.slot)
+    ):
         number = max(number, record.slot)
-        full = per_rank if record.lane != REPLICA else replicas
-        if record.lane not in lanes:
-            homeless.append(record)
-        elif record.state != "FREE" or len(lanes[record.lane]) < full:
-            lanes[record.lane].append(record)
-    for record in homeless:
-        lane = min((own_lane(rank) for rank in range(ranks)), key=lambda name: len(lanes[name]))
-        if record.state != "FREE" or len(lanes[lane]) < per_rank:
-            lanes[lane].append(replace(record, lane=lane))
+        lane = record.lane
+        if lane not in lanes:
+            lane = min((own_lane(rank) for rank in range(ranks)), key=lambda name: len(lanes[name]))
+        if record.state != "FREE" or len(lanes[lane]) < (replicas if lane == REPLICA else per_rank):
+            lanes[lane].append(record if lane == record.lane else replace(record, lane=lane))
     for lane, records in lanes.items():
         while len(records) < (replicas if lane == REPLICA else per_rank):
             number += 1

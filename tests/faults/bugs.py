@@ -106,7 +106,7 @@ def old_journal_may_come_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(UnfinishedFolder, "start_log", start_log)
 
 
-def drain_not_synced(patch: pytest.MonkeyPatch) -> None:
+def shards_not_synced(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(shared, "OutFile", type("Lazy", (OutFile,), {"sync": lambda self: None}))
 
 
@@ -159,7 +159,8 @@ BUGS: dict[str, tuple[Patch, str]] = {
         (new_folders_not_synced, "save-new-run"),
         (journal_vouches_for_lost_files, "resume-after-loss"),
         (old_journal_may_come_back, "restart"),
-        (drain_not_synced, "drain"),
+        (shards_not_synced, "drain"),
+        (shards_not_synced, "hook-save"),
         (manifest_before_the_shards, "drain"),
         (only_rank_0_tells_a_native_step, "drain"),
         (retention_removes_data_first, "retention"),

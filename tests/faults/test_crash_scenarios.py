@@ -6,7 +6,17 @@ from ckptkit.faults.crash.explore import Explored, explore
 from ckptkit.faults.crash.scenarios import SCENARIOS
 from tests.faults.bugs import BUGS
 
-QUICK = ("save", "save-new-run", "overwrite", "resume-after-loss", "drain", "gc", "retention", "repair")
+QUICK = (
+    "save",
+    "save-new-run",
+    "overwrite",
+    "resume-after-loss",
+    "drain",
+    "hook-save",
+    "gc",
+    "retention",
+    "repair",
+)
 
 
 @pytest.mark.parametrize("name", QUICK)

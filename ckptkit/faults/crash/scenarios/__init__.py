@@ -5,6 +5,7 @@ from typing import Any
 
 from ckptkit.faults.crash.explore import Scenario
 from ckptkit.faults.crash.scenarios.draining import Drain
+from ckptkit.faults.crash.scenarios.hooking import HookSave
 from ckptkit.faults.crash.scenarios.removing import RemoveSteps, Repair, collect, retain
 from ckptkit.faults.crash.scenarios.writing import Copy, WriteStep
 
@@ -25,6 +26,7 @@ def _every() -> list[Scenario]:
         WriteStep("reshard-dcp", "a step in PyTorch's distributed format", to="dcp", layout="ep=2,dp=2"),
         Copy("copy", "a step is copied from elsewhere"),
         Drain("drain", "the node cache writes a step, and its coordinator the manifest"),
+        HookSave("hook-save", "a trainer that was started again saves through the hooks, without a daemon"),
         RemoveSteps("gc", "two of three steps are removed by `ckptkit gc`", collect),
         RemoveSteps("gc-hf", "the same in a format without a marker", collect, to="hf"),
         RemoveSteps("retention", "two of three steps are removed by the node cache", retain),

@@ -118,6 +118,7 @@ class Places:
         self.tensors: dict[str, Tensor] = {}
         self._whole: dict[str, LocalTensor] = {}
         self._locals = Locals()
+        self._boxes: dict[str, LocalTensor] = {}
 
     def bind(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
         """Try to read names as those of the model's configuration; gives why not, or nothing.
@@ -172,7 +173,11 @@ class Places:
         if self.model is not None:
             self._note(whole, self.model.tensors)
         number, first, last = self._locals.chunk(whole, start, sizes)
-        return self._locals.items[number], first, last
+        local = self._locals.items[number]
+        if local is not whole and self._boxes.setdefault(name, local) != local:
+            # A file calls two boxes of one tensor by different names (layers that a trainer stacks along an axis).
+            local = local.renamed(f"{name}[{','.join(map(str, start))}]", [s.tensor for s in local.segments])
+        return local, first, last
 
     def beside(self, local: LocalTensor, state: str) -> LocalTensor:
         """Optimizer state without a role of its own, of the same shape as its parameter."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ckptkit.core.layouts import Layout
-from ckptkit.errors import InterruptedRunError
+from ckptkit.errors import InterruptedRunError, TrainingError
 from ckptkit.hooks import Checkpointer, SchemaPlacement
 from ckptkit.hooks.pulse import Pulse
 from ckptkit.train import parallel, telemetry
@@ -67,9 +67,11 @@ def run(rank: int, address: str, device: str, config: Config, layout: Layout, op
         ckpt = checkpointer(trainer)
         try:
             return _loop(trainer, ckpt, options)
-        except BaseException:
+        except BaseException as error:
             if ckpt is not None:
                 ckpt.on_exception()
+            if isinstance(error, TrainingError):  # every rank raises it
+                groups.barrier()
             raise
         finally:
             if ckpt is not None:

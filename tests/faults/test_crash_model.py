@@ -9,7 +9,7 @@ from ckptkit.faults.crash.explore import minimize
 from ckptkit.faults.crash.model import after_crash, growing, pending
 from ckptkit.faults.crash.operations import Tree, tree_at
 from ckptkit.faults.crash.record import Recorder
-from ckptkit.faults.crash.states import moments
+from ckptkit.faults.crash.states import drawn, moments
 
 Program = Callable[[str], None]
 
@@ -225,6 +225,34 @@ def test_pending_follows_syncs(tmp_path) -> None:
 
     assert [type(ops[n]).__name__ for n in pending(ops, "posix", grown)] == ["Make", "Make"]
     assert pending(ops, "ext4", grown) == []
+
+
+def test_a_drawn_state_is_one_of_those_that_may_be(tmp_path) -> None:
+    """For power loss in a running program: the same seed gives the same content, and other seeds others."""
+
+    def busy(root: str) -> None:
+        write(f"{root}/kept", b"k" * 100, True)
+        sync_folder(root)
+        for name in ("a", "b", "c"):
+            write(f"{root}/{name}", name.encode() * 600, False)
+
+    root = str(tmp_path / "w")
+    os.mkdir(root)
+    with Recorder(root) as recorder:
+        busy(root)
+
+    for model in ("posix", "ext4"):
+        (end,) = (
+            m for m in moments(recorder.start, recorder.ops, model, 10**6, 0) if m.stop == len(recorder.ops)
+        )
+        possible = {end.tree(choice).content() for choice in end.choices()}
+        seen = [drawn(recorder.start, recorder.ops, model, seed) for seed in range(30)]
+
+        assert end.complete
+        assert {tree.content() for tree in seen} <= possible
+        assert len({tree.content() for tree in seen}) > 3
+        assert all(tree.files[tree.folders[0]["kept"]] == b"k" * 100 for tree in seen)
+        assert drawn(recorder.start, recorder.ops, model, 5).content() == seen[5].content()
 
 
 @pytest.mark.parametrize("needed", [[], [3], [2, 7], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 9]])

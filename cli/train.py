@@ -82,7 +82,7 @@ def train(
     last = summary.losses[-1] if summary.losses else None
     if as_json:
         print_json(
-            "train", {"first_step": summary.first, "losses": summary.losses, "seconds": summary.seconds}
+            "Trained", {"first_step": summary.first, "losses": summary.losses, "seconds": summary.seconds}
         )
     elif last is not None:
         show.say(

@@ -35,7 +35,7 @@ from ckptkit.stores.local import LocalStore
 
 MIB, GIB, GB = 1 << 20, 1 << 30, 1e9
 GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if GPU else "cpu")
+DEVICE = torch.device("cuda:0" if GPU else "cpu")
 RESULTS: dict[str, Any] = {}
 
 

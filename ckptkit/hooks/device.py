@@ -109,6 +109,13 @@ class DeviceStreams(Streams):
         return sum(one.numel() for one in self._bounce)
 
 
+def numbered(device: torch.device) -> torch.device:
+    """A device as tensors on it name theirs: `cuda` alone is unequal to the `cuda:0` that it means."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def copy_rate(device: torch.device, buffer: HostBuffer, seconds: float = 0.2) -> float:
     """Bytes a second from the device to a buffer, as measured now; 0 where it cannot be told."""
     size = min(64 * LEAF, buffer.nbytes)

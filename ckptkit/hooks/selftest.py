@@ -12,7 +12,7 @@ from ckptkit.core.catalog import LEAF
 from ckptkit.engine.digests import digest
 from ckptkit.errors import CkptError
 from ckptkit.hooks.buffers import HostBuffer
-from ckptkit.hooks.device import DeviceStreams
+from ckptkit.hooks.device import DeviceStreams, numbered
 from ckptkit.hooks.moving import Part, Snapshot, Streams
 
 START = 4096
@@ -36,7 +36,7 @@ class Measure:
 
 def run(device_name: str | None = None) -> list[Measure]:
     """Check and measure."""
-    device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = numbered(torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu")))
     found: list[Measure] = []
     for measure in (_ways, _overlap):
         try:

@@ -3,6 +3,7 @@
 Arguments are checked by name and type; nothing of them reaches a path. A connection says `hello` first.
 """
 
+import asyncio
 import os
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ class Calls(CallGroup):
         super().__init__(daemon)
         self._joining, self._restoring = JoinCalls(daemon), RestoreCalls(daemon)
         groups = (self, self._joining, SaveCalls(daemon), self._restoring, OperatorCalls(daemon))
+        self._durable_epoch: int | None = None
         self._calls = {name: handler for group in groups for name, handler in group.table.items()}
 
     async def handle(self, session: Session, message: Message) -> Reply:
@@ -84,9 +86,23 @@ class Calls(CallGroup):
         return Reply(
             {
                 "node": config.node, "address": self.d.address, "domain": config.domain, "job": config.job,
-                "max_epoch": self.d.node.epoch.epoch if self.d.node.epoch else 0,
+                "max_epoch": await self._max_epoch(),
                 "url": self.d.run_folder.url if self.d.run_folder else "",
                 "tls": {"ca": tls.ca, "cert": tls.cert, "key": tls.key} if tls.mode == "all" else None,
                 "protocol": min(protocol, PROTOCOL), "version": ckptkit.__version__,
             }
         )  # fmt: skip
+
+    async def _max_epoch(self) -> int:
+        """The highest epoch that memory or storage know. Raises CallError where only storage could tell, and does not."""
+        known = self.d.node.epoch.epoch if self.d.node.epoch is not None else 0
+        if self.d.run_folder is None or known:
+            return known
+        if self._durable_epoch is None:
+            try:
+                self._durable_epoch = await asyncio.to_thread(self.d.run_folder.latest_epoch)
+            except CkptError as error:
+                raise CallError(
+                    503, f"nothing is in memory, and storage does not tell which epochs there were: {error}"
+                ) from error
+        return self._durable_epoch

@@ -11,7 +11,6 @@ Everything here blocks; the daemon calls it from threads.
 import contextlib
 import json
 import re
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -113,8 +112,8 @@ class DurableRun:
                 found.append(step)
         return found, faults
 
-    def write_manifest(self, version: Version, world: int) -> None:
-        """Make a step whole: check every file, that no later epoch is claimed, write the manifest, read it back.
+    def write_manifest(self, version: Version, world: int, writer: tuple[int, str]) -> None:
+        """Make a step whole: check every file, that `writer` (epoch and incarnation) is not fenced, write the manifest, read it back.
 
         Raises CkptError; the step is then not whole, unless the message says that it is.
         """
@@ -135,7 +134,7 @@ class DurableRun:
             raise CorruptionError(f"{self.url}/{name} holds files of another save than {version}")
         if xxhash.xxh3_128_hexdigest(self.folder.read(f"{name}/{INDEX}")) != made.index:
             raise CorruptionError(f"{self.url}/{name}/{INDEX} is not the index of {version}")
-        self.check_epoch(version.epoch)
+        self.check_epoch(*writer)
         content = made.to_bytes()
         self.folder.write_small(f"{name}/{NAME}", content)
         if self.folder.read(f"{name}/{NAME}") != content:
@@ -149,21 +148,32 @@ class DurableRun:
         stepped = [number[1] for name in self.names() if (number := parse_step_dir(name))]
         return max([0, *claimed, *stepped])
 
-    def claim_epoch(self, above: int) -> tuple[int, str]:
-        """Take an epoch above `above` for this start of the job; gives it and its incarnation. Two that claim at once get different ones."""
-        inc = secrets.token_hex(16)
-        epoch = max(above, self.latest_epoch()) + 1
-        while not self.folder.write_new(f"epochs/{epoch:08d}", json.dumps({"inc": inc}).encode()):
-            epoch += 1
-        return epoch, inc
+    def claim(self, epoch: int, inc: str) -> None:
+        """Claim an epoch for an incarnation, again where that has it already. Raises StoreError where another one has it, or a later one began."""
+        name = f"epochs/{epoch:08d}"
+        if not self.folder.write_new(name, json.dumps({"inc": inc}).encode()):
+            self._check_claim(epoch, inc)
+        self.check_epoch(epoch)
 
-    def check_epoch(self, epoch: int) -> None:
-        """Raise StoreError where a later epoch was claimed: this incarnation is over."""
+    def _check_claim(self, epoch: int, inc: str) -> None:
+        try:
+            holder = json.loads(self.folder.read(f"epochs/{epoch:08d}")).get("inc")
+        except (ShardMissingError, ValueError, AttributeError):
+            return
+        if holder != inc:
+            raise StoreError(
+                f"epoch {epoch} was claimed in {self.url} by another start of the job; this one writes nothing there"
+            )
+
+    def check_epoch(self, epoch: int, inc: str | None = None) -> None:
+        """Raise StoreError where a later epoch was claimed, or this one by another incarnation (where `inc` is given): we are fenced."""
         latest = max([0, *(int(m[1]) for path in self._below("epochs") if (m := _EPOCH.fullmatch(path)))])
         if latest > epoch:
             raise StoreError(
                 f"epoch {latest} was claimed in {self.url}; epoch {epoch} writes nothing there any more"
             )
+        if inc is not None:
+            self._check_claim(epoch, inc)
 
     def pins(self) -> set[str]:
         """Names of step folders that retention never removes."""

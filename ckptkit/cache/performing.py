@@ -172,6 +172,9 @@ class Effects:
 
     def _accepted(self, epoch: Epoch) -> None:
         self.d.coordinator = None
+        held = {record.index_hash for record in self.d.node.table}
+        for index_hash in set(self.d.tmpfs.indexes()) - held:
+            self.d.tmpfs.remove_index(index_hash)
         self.d.log(
             "epoch accepted",
             epoch=epoch.epoch,
@@ -185,11 +188,25 @@ class Effects:
     def coordinate(self, epoch: Epoch) -> None:
         stored = self.d.stored("commits/coordinator.json", CoordinatorRecord)
         self.d.coordinator, effects = Coordinator.start(epoch, stored, self.d.settings, self.d.now())
+        if self.d.run_folder is not None:
+            self.d.task(self._claim(self.d.run_folder, epoch))
         collisions = self.d.coordinator.cliques.collisions()
         self.d.metrics.domain_collision.set(1 if collisions else 0)
         if collisions:
             self.d.log("copies share a failure domain", copies=collisions)
         self.perform(effects)
+
+    async def _claim(self, run: DurableRun, epoch: Epoch) -> None:
+        """Claim the epoch in durable storage, so that a coordinator of an earlier one writes no manifest there any more."""
+        pause = 1.0
+        while self.d.coordinator is not None and self.d.coordinator.epoch == epoch:
+            try:
+                await asyncio.to_thread(run.claim, epoch.epoch, epoch.inc)
+                return
+            except CkptError as error:
+                self.d.log("epoch not claimed", epoch=epoch.epoch, reason=str(error))
+            await asyncio.sleep(pause * self.d.scale)
+            pause = min(2 * pause, 60.0)
 
     async def fence(self, session: Session, reason: str) -> None:
         with contextlib.suppress(OSError):
@@ -292,10 +309,13 @@ class Effects:
             pause = min(2 * pause, 30.0)
 
     async def _write_manifest(self, version: Version) -> None:
-        assert self.d.run_folder is not None and self.d.node.epoch is not None
+        epoch = self.d.node.epoch
+        assert self.d.run_folder is not None and epoch is not None
         failure = ""
         try:
-            await asyncio.to_thread(self.d.run_folder.write_manifest, version, self.d.node.epoch.world)
+            await asyncio.to_thread(
+                self.d.run_folder.write_manifest, version, epoch.world, (epoch.epoch, epoch.inc)
+            )
         except CkptError as error:
             failure = str(error)[:900]
             self.d.log("manifest not written", step=version.step, epoch=version.epoch, reason=failure)

@@ -50,6 +50,9 @@ def test_07_a_lost_clique_is_restored_from_storage(tmp_path: Path) -> None:
 
         assert cluster.restart() == 1
         assert all(set(answer["sources"]) == {"durable"} for answer in cluster.answers)
+        assert all(rank.member["max_epoch"] == 1 for rank in cluster.ranks), (
+            "storage knows which epochs there were"
+        )
         cluster.save(2, level=2)
 
 
@@ -73,6 +76,60 @@ def test_08_a_node_lost_before_its_copy_leaves_the_copied_step(tmp_path: Path) -
         cluster.nodes[1].start()
 
         assert cluster.restart() == 1
+
+
+def test_14_a_coordinator_of_an_earlier_epoch_writes_no_manifest(tmp_path: Path) -> None:
+    """Epochs are claimed in storage; whoever finds a later one claimed leaves its step unfinished."""
+    with Cluster(tmp_path, ranks=1, drain=True) as cluster:
+        cluster.launch()
+        cluster.start()
+        claim = cluster.durable / "epochs" / "00000001"
+        wait_for(claim.exists, "the claim", cluster)
+        assert json.loads(claim.read_text()) == {"inc": cluster.inc}
+        (cluster.durable / "epochs" / "00000002").write_text('{"inc": "another"}')
+        cluster.save(1)
+        with cluster.nodes[0].client() as client:
+            client.request("drain")
+
+        wait_for(lambda: cluster.nodes[0].events("manifest not written"), "the refusal", cluster)
+        assert "epoch 2 was claimed" in cluster.nodes[0].events("manifest not written")[0]["reason"]
+        assert not list(cluster.durable.glob("step-*/manifest.json"))
+
+
+def test_15_two_starts_with_one_epoch(tmp_path: Path) -> None:
+    """The first incarnation has it; the second is told, and takes a higher one. Nothing of the two is mixed."""
+    with Cluster(tmp_path, nodes=2, ranks=1) as cluster:
+        cluster.launch()
+        cluster.start()
+        cluster.save(1, level=2)
+        first = cluster.ranks
+        cluster.ranks = []
+        cluster.launch()
+        members = [{k: v for k, v in rank.member.items() if k != "max_epoch"} for rank in cluster.ranks]
+        for rank in cluster.ranks:
+            assert rank.try_("join", members=members, epoch=1, inc="5" * 32)["code"] == 409
+
+        assert cluster.start() == 1
+        assert cluster.epoch == 2
+        assert all(rank.do("begin", step=2)["skipped"] == "fenced" for rank in first)
+        for rank in first:
+            rank.close()
+
+
+def test_16_one_step_of_two_epochs_is_two_versions(tmp_path: Path) -> None:
+    """The later epoch's is restored, never a mix."""
+    with Cluster(tmp_path, nodes=2, ranks=1) as cluster:
+        cluster.launch()
+        cluster.start()
+        cluster.save(2, level=2)
+        assert cluster.restart() == 2
+        cluster.ranks[0].do("save", step=2)
+        assert cluster.restart() == 2
+        assert {answer["epoch"] for answer in cluster.answers} == {1}, "one rank's part makes no version"
+        cluster.save(2, level=2)
+
+        assert cluster.restart() == 2
+        assert {answer["epoch"] for answer in cluster.answers} == {3}
 
 
 def test_17_a_bad_leaf_is_repaired_from_the_copy(tmp_path: Path) -> None:

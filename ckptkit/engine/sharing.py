@@ -5,7 +5,7 @@ known from digests; that the base still has these bytes is looked at before, sin
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from ckptkit.core.copies import Copies
 from ckptkit.core.destination import Destination
 from ckptkit.core.plan import Plan
 from ckptkit.engine.digests import digest
-from ckptkit.engine.fingerprinting import Prints
+from ckptkit.engine.fingerprinting import Prints, Sums
 from ckptkit.engine.grids import Grid
 from ckptkit.engine.sources import Sources
 from ckptkit.engine.unchanged import unchanged_files
@@ -53,14 +53,24 @@ def share_unchanged(base: Base, plan: Plan, copies: Copies, sources: Sources, ou
     """
     if sources.catalog.leaves is None:
         return []
-    done = []
-    for number, source in unchanged_files(plan, outputs.destination, copies):
-        if outputs.done[outputs.segments_of(number)].any():
-            continue
+    destination = outputs.destination
+    known = {}
+    for number, source in unchanged_files(plan, destination, copies):
         leaves = sources.catalog.leaves(source)
-        if leaves is not None and _share(base, outputs, number, leaves, written=False):
-            done.append(number)
-    return done
+        if leaves is not None and not outputs.done[outputs.segments_of(number)].any():
+            known[number] = leaves
+    grid = Grid(outputs.sizes, outputs.origins, LEAF)
+    prints: Prints | None = None
+    if known and destination.fingerprints:
+        prints = Prints(destination.catalog, grid, np.isin(grid.file(np.arange(grid.cells)), list(known)))
+
+    def parts(number: int, leaf: int, view: memoryview) -> Sums:
+        if prints is None:
+            return {}
+        offset = int(outputs.origins[number]) + leaf * LEAF
+        return prints.of(int(grid.cell(np.asarray(number), np.asarray(offset))), offset, view)
+
+    return [number for number, leaves in known.items() if _share(base, outputs, number, leaves, parts)]
 
 
 def share_written(base: Base, outputs: Outputs, numbers: Sequence[int]) -> list[int]:
@@ -68,45 +78,43 @@ def share_written(base: Base, outputs: Outputs, numbers: Sequence[int]) -> list[
     found = []
     for number in numbers:
         leaves = outputs.leaves(number)
-        if leaves is not None and _share(base, outputs, number, leaves, written=True):
+        if leaves is not None and _share(base, outputs, number, leaves, lambda number, leaf, view: {}):
             found.append(number)
     return found
 
 
-def _share(base: Base, outputs: Outputs, number: int, leaves: Leaves, *, written: bool) -> bool:
-    """Share one file that should have these leaves; False where it is not the base's, or cannot be shared."""
-    expected, data_start = leaves.digests, leaves.data_start
-    destination = outputs.destination
+def _share(
+    base: Base, outputs: Outputs, number: int, leaves: Leaves, parts: Callable[[int, int, memoryview], Sums]
+) -> bool:
+    """Share one file that should have these leaves; False where it is not the base's, or cannot be shared.
+
+    `parts` gives what a leaf adds to fingerprints.
+    """
+    destination, expected = outputs.destination, leaves.digests
     file = destination.catalog.files[number]
-    theirs = base.leaves(file.path, file.size)
-    path = base.local_path(file.path)
-    if theirs is None or path is None or theirs.data_start != data_start or data_start != file.data_start:
+    theirs, path = base.leaves(file.path, file.size), base.local_path(file.path)
+    if theirs is None or path is None or not isinstance(outputs.folder, UnfinishedFolder):
         return False
-    if not np.array_equal(theirs.digests, expected) or not isinstance(outputs.folder, UnfinishedFolder):
+    if not theirs.data_start == leaves.data_start == file.data_start or not np.array_equal(
+        theirs.digests, expected
+    ):
         return False
-    grid = Grid(outputs.sizes, outputs.origins, LEAF)
-    prints = None
-    if destination.fingerprints and not written:
-        chosen = grid.file(np.arange(grid.cells)) == number
-        prints = Prints(destination.catalog, grid, chosen)
     sums = []
     try:
-        for leaf, view in _leaves(path, data_start, file.size, _header(destination, number)):
+        for leaf, view in _leaves(path, file.data_start, file.size, _header(destination, number)):
             if digest(view) != expected[leaf].tobytes():
                 return False
-            if prints is not None:
-                offset = data_start + leaf * LEAF
-                cell = int(grid.cell(np.asarray(number), np.asarray(offset)))
-                sums.append((int(outputs.segment(number, offset)), prints.of(cell, offset, view)))
+            segment = int(outputs.segment(number, file.data_start + leaf * LEAF))
+            sums.append((segment, parts(number, leaf, view)))
     except (OSError, ValueError):
         return False
     if not outputs.folder.share(file.path, path):
         return False
+    for segment, part in sums:
+        outputs.add_prints(segment, part)
     outputs.unsynced.discard(number)  # what was written there is gone
     for leaf in range(len(expected)):
         outputs.set_digest(number, leaf, expected[leaf].tobytes())
-    for segment, part in sums:
-        outputs.add_prints(segment, part)
     return True
 
 

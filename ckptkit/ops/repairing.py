@@ -7,8 +7,9 @@ the checkpoint was; so repair never changes what a checkpoint holds, and may be 
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from threading import Event
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from ckptkit.core.catalog import ITEMSIZE, LEAF, Catalog, Entries, File
 from ckptkit.core.copies import copies_into
 from ckptkit.core.plan import make_plan
 from ckptkit.engine.digests import digest
+from ckptkit.engine.executor import run_tasks, usable_cpus
 from ckptkit.engine.fill import fill
 from ckptkit.engine.sources import Sources
 from ckptkit.errors import CkptError, StoreError, UsageError
@@ -102,7 +104,7 @@ def repair(
     report.found += left.problems
     other = None if source is None else open(source, model=model, config=config)
     report.source = other.url if other is not None else ""
-    bad = _look(left, report, progress)
+    bad = _look(left, report, threads, progress)
     if dry_run:
         report.seconds = time.monotonic() - began
         return report
@@ -120,47 +122,63 @@ class _State:
     rewrite: bool
 
 
-def _look(left: Remains, report: RepairReport, progress: Progress | None) -> list[_State]:
-    """Read every leaf that is there."""
+def _look(
+    left: Remains, report: RepairReport, threads: int | None, progress: Progress | None
+) -> list[_State]:
+    """Read every leaf that is there; several files at a time."""
     total = sum(rank.listed.size for rank in left.ranks)
-    done = 0
-    states = []
-    view = memoryview(bytearray(LEAF))
+    read = [0] * len(left.ranks)
+    states: dict[int, _State] = {}
+
+    def one(number: int, worker: int) -> None:
+        def tell(nbytes: int) -> None:
+            read[number] += nbytes
+
+        states[number] = _look_at(left, number, tell)
+
+    def tick() -> None:
+        if progress is not None:
+            progress(sum(read), total)
+
+    run_tasks(len(left.ranks), min(threads or usable_cpus(), len(left.ranks)), one, Event(), tick)
+    tick()
     for number, rank in enumerate(left.ranks):
-        size = rank.listed.size - rank.data_start
-        count = -(-size // LEAF)
-        found = np.zeros((count, 16), np.uint8)
-        there = rank.nbytes == rank.listed.size
-        if rank.nbytes:
-            with left.store.open(rank.listed.path) as reader:
-                head = bytearray(min(rank.data_start, rank.nbytes))
-                reader.readinto(0, memoryview(head))
-                there &= bytes(head) == rank.header
-                for leaf in range(count):
-                    start = rank.data_start + leaf * LEAF
-                    part = view[: min(LEAF, rank.listed.size - start)]
-                    if start + len(part) > rank.nbytes:
-                        break
-                    reader.readinto(start, part)
-                    found[leaf] = np.frombuffer(digest(part), np.uint8)
-                    report.leaves_checked += 1
-                    done += len(part)
-                    if progress is not None:
-                        progress(done, total)
-        if rank.digests is not None:
-            wrong = np.flatnonzero((found != rank.digests.leaves).any(axis=1)).tolist()
-        else:
-            wrong = [] if left.is_right(number, found) else list(range(count))
+        wrong, found = states[number].wrong, states[number].leaves
+        report.leaves_checked += int(found.any(axis=1).sum())
         if wrong and rank.nbytes == rank.listed.size:
             some = ", ".join(map(str, wrong[:8])) + (", …" if len(wrong) > 8 else "")
-            what = (
-                f"leaves {some}"
-                if rank.digests is not None
-                else "data (which leaf, its digest file would say)"
-            )
+            known = rank.digests is not None
+            what = f"leaves {some}" if known else "data (which leaf, its digest file would say)"
             report.found.append(f"{rank.listed.path}: {what} changed after it was written")
-        states.append(_State(found, wrong, not there or bool(wrong)))
-    return states
+    return [states[number] for number in range(len(left.ranks))]
+
+
+def _look_at(left: Remains, number: int, tell: Callable[[int], None]) -> _State:
+    """The leaves of one rank file. What is not there has zeros for a digest."""
+    rank = left.ranks[number]
+    size = rank.listed.size - rank.data_start
+    count = -(-size // LEAF)
+    found = np.zeros((count, 16), np.uint8)
+    there = rank.nbytes == rank.listed.size
+    view = memoryview(bytearray(LEAF))
+    if rank.nbytes:
+        with left.store.open(rank.listed.path) as reader:
+            head = bytearray(min(rank.data_start, rank.nbytes))
+            reader.readinto(0, memoryview(head))
+            there &= bytes(head) == rank.header
+            for leaf in range(count):
+                start = rank.data_start + leaf * LEAF
+                part = view[: min(LEAF, rank.listed.size - start)]
+                if start + len(part) > rank.nbytes:
+                    break
+                reader.readinto(start, part)
+                found[leaf] = np.frombuffer(digest(part), np.uint8)
+                tell(len(part))
+    if rank.digests is not None:
+        wrong = np.flatnonzero((found != rank.digests.leaves).any(axis=1)).tolist()
+    else:
+        wrong = [] if left.is_right(number, found) else list(range(count))
+    return _State(found, wrong, not there or bool(wrong))
 
 
 class _Mender:

@@ -33,6 +33,9 @@ from ckptkit.stores.system import (
 UNFINISHED = re.compile(r"\.(?P<name>.+)\.[0-9a-f]+(?P<replaced>\.replaced)?\.unfinished")
 """Names of folders that are not in place yet; with `replaced` of one that was whole and had to make room."""
 
+_SHARING = ".sharing"
+"""Ends the name of a link that is about to take a file's place."""
+
 PAGE = 4096
 """Alignment that direct writes keep: offset, length and address."""
 
@@ -241,7 +244,7 @@ class UnfinishedFolder(Folder):
     def share(self, path: str, other: str) -> bool:
         """Make a file in the folder a hard link to `other`, else a clone of it; False where the file system can do neither."""
         full = os.path.join(self.path, *path.split("/"))
-        temporary = f"{full}.share"
+        temporary = full + _SHARING
         try:
             with suppress(FileNotFoundError):
                 os.unlink(temporary)
@@ -321,6 +324,7 @@ class UnfinishedFolder(Folder):
         if marker is not None:
             self.write_small(*marker)
         self._remove_log()
+        self._remove_links()
         self.sync_folders()
         check_target(self.target, self.overwrite)
         old = ""
@@ -347,6 +351,13 @@ class UnfinishedFolder(Folder):
                     f"{self.target} is complete, but the folder it replaced cannot be removed: {error}. Remove {old}",
                     file=old,
                 ) from error
+
+    def _remove_links(self) -> None:
+        """Remove links that a killed run made and did not put in place."""
+        for folder, _, names in os.walk(self.path):
+            for name in names:
+                if name.endswith(_SHARING):
+                    os.unlink(os.path.join(folder, name))
 
     def discard(self) -> None:
         """Remove the folder and all in it."""

@@ -104,6 +104,9 @@ def test_what_is_written_later_never_reaches_the_base(steps: dict[str, str], tmp
         ops.reshard(steps["base"], str(tmp_path / "b"), base=steps["base"], progress=stop)
     (left,) = [path for path in tmp_path.iterdir() if path.name.endswith(".unfinished")]
     assert len(shared(left, steps["base"])) == 3
+    os.link(
+        Path(steps["base"]) / "rank-00000.safetensors", left / "rank-00000.safetensors.sharing"
+    )  # killed there
     (left / ".journal").write_text(
         (left / ".journal").read_text().splitlines()[0] + "\n"
     )  # nothing is durable
@@ -111,6 +114,7 @@ def test_what_is_written_later_never_reaches_the_base(steps: dict[str, str], tmp
     ops.reshard(steps["base"], str(tmp_path / "b"))
 
     assert contents(steps["base"]) == before
+    assert contents(tmp_path / "b").keys() == before.keys()
     assert ops.verify(str(tmp_path / "b")).exit_code == 0
 
 

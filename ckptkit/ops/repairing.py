@@ -213,7 +213,7 @@ class _Mender:
         if left.rebuilt and not report.left:
             self._put(NAME, left.manifest.to_bytes())
             report.notes.append(
-                f"{NAME} was made anew: where the checkpoint came from (lineage) is no longer known"
+                f"{NAME} was made anew: where the checkpoint came from (lineage) and its fingerprints are no longer known"
             )
         elif left.rebuilt:
             report.left.append(f"{NAME}: not made while something else is left")

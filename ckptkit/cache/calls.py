@@ -22,6 +22,9 @@ from ckptkit.errors import CkptError
 if TYPE_CHECKING:
     from ckptkit.cache.daemon import Daemon
 
+_FRESH_S = 5.0
+"""How long an answer of storage holds for further ranks."""
+
 
 class Calls(CallGroup):
     """All calls of one daemon."""
@@ -32,7 +35,7 @@ class Calls(CallGroup):
         super().__init__(daemon)
         self._joining, self._restoring = JoinCalls(daemon), RestoreCalls(daemon)
         groups = (self, self._joining, SaveCalls(daemon), self._restoring, OperatorCalls(daemon))
-        self._durable_epoch: int | None = None
+        self._durable_epoch: tuple[float, int] | None = None  # until when it holds, and what it is
         self._calls = {name: handler for group in groups for name, handler in group.table.items()}
 
     async def handle(self, session: Session, message: Message) -> Reply:
@@ -98,11 +101,12 @@ class Calls(CallGroup):
         known = self.d.node.epoch.epoch if self.d.node.epoch is not None else 0
         if self.d.run_folder is None or known:
             return known
-        if self._durable_epoch is None:
+        if self._durable_epoch is None or self.d.now() > self._durable_epoch[0]:
             try:
-                self._durable_epoch = await asyncio.to_thread(self.d.run_folder.latest_epoch)
+                found = await asyncio.to_thread(self.d.run_folder.latest_epoch)
             except CkptError as error:
                 raise CallError(
                     503, f"nothing is in memory, and storage does not tell which epochs there were: {error}"
                 ) from error
-        return self._durable_epoch
+            self._durable_epoch = self.d.now() + _FRESH_S * self.d.scale, found
+        return self._durable_epoch[1]

@@ -406,7 +406,9 @@ class Checkpointer:
         assert isinstance(target, CacheTarget)
         self._requests += 1
         claim = self._meeting.agree(
-            f"claim/{self._requests}", None, lambda said: list(self._opened.run.claim_epoch(target.epoch))
+            f"claim/{self._requests}",
+            None,
+            lambda said: list(opening.claim_above(self._opened.run, target.epoch)),
         )
         target.rejoin((int(claim[0]), str(claim[1])))
         self._saver.adopt(self._plan)

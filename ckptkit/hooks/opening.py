@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from ckptkit.errors import CkptError, StoreError, UsageError
 from ckptkit.hooks.meeting import Meeting, split_ranks
 from ckptkit.hooks.metrics import log
 from ckptkit.hooks.targets import CacheTarget, Target, UrlTarget, probe
+
+_CLAIMS = 20
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ def open_run(url: str, cache: str, meeting: Meeting, arguments: Mapping[str, Any
             )
         probe(run)
         above = max([0, *(one["node"]["max_epoch"] for one in every if cached)])
-        epoch, inc = run.claim_epoch(above)
+        epoch, inc = claim_above(run, above)
         members = [
             Member(rank, one["node"]["node"], one["node"]["address"], one["node"]["domain"]).as_dict()
             for rank, one in enumerate(every)
@@ -103,6 +106,23 @@ def open_run(url: str, cache: str, meeting: Meeting, arguments: Mapping[str, Any
         )  # fmt: skip
 
     return Opened(run, CacheTarget(client, meeting, claim, join, arguments["durable_every"]), client)
+
+
+def claim_above(run: DurableRun, above: int) -> tuple[int, str]:
+    """Take an epoch for this start of the run, with an incarnation of its own; of two that start at once each gets another.
+
+    Raises StoreError where the store does not answer, or others keep claiming.
+    """
+    inc = secrets.token_hex(16)
+    for _ in range(_CLAIMS):
+        epoch = max(above, run.latest_epoch()) + 1
+        try:
+            run.claim(epoch, inc)
+            return epoch, inc
+        except StoreError:
+            if run.latest_epoch() < epoch:
+                raise
+    raise StoreError(f"{run.url}: other starts of the run keep claiming its epochs; start it once")
 
 
 def _node(client: CacheClient) -> dict[str, Any]:

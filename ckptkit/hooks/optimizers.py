@@ -9,7 +9,7 @@ on the meta device and letting it take one step: no memory, and nothing of the t
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -249,10 +249,14 @@ def is_number(shape: Sequence[int], param: Sequence[int]) -> bool:
     return len(shape) == 0 and tuple(param) != ()
 
 
-def numbers_of(view: OptimizerView) -> dict[str, dict[str, Any]]:
-    """The plain numbers in the state, as `{state name: {parameter: value}}`. Waits for a device where they lie on one."""
-    names: dict[str, tuple[list[str], list[torch.Tensor]]] = {}
-    found: dict[str, dict[str, Any]] = {}
+Numbers = dict[str, dict[str, Any]]
+"""State name to parameter name to value."""
+
+
+def numbers_of(view: OptimizerView) -> Callable[[], Numbers]:
+    """The plain numbers in the state, as they are now. Those on a device are gathered there; the function that is given fetches them."""
+    names: dict[tuple[str, torch.device], tuple[list[str], list[torch.Tensor]]] = {}
+    found: Numbers = {}
     for param in view.params:
         state = view.inner.state.get(param)
         if not state:
@@ -260,19 +264,20 @@ def numbers_of(view: OptimizerView) -> dict[str, dict[str, Any]]:
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 if value.dim() == 0:
-                    listed = names.setdefault(key, ([], []))
+                    shard = shard_of(value)
+                    listed = names.setdefault((key, shard.device), ([], []))
                     listed[0].append(view.names[id(param)])
-                    listed[1].append(shard_of(value))
+                    listed[1].append(shard)
             elif value is None or isinstance(value, bool | int | float):
                 found.setdefault(key, {})[view.names[id(param)]] = value
-    for key, (of, tensors) in names.items():
-        values = (
-            torch.stack(tensors).tolist()
-            if len({t.device for t in tensors}) == 1
-            else [t.item() for t in tensors]
-        )
-        found.setdefault(key, {}).update(zip(of, values, strict=True))
-    return found
+    gathered = [(key, of, torch.stack(tensors)) for (key, _), (of, tensors) in names.items()]
+
+    def fetch() -> Numbers:
+        for key, of, values in gathered:
+            found.setdefault(key, {}).update(zip(of, values.tolist(), strict=True))
+        return found
+
+    return fetch
 
 
 def set_numbers(view: OptimizerView, numbers: Mapping[str, Mapping[str, Any]]) -> None:

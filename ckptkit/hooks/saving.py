@@ -199,7 +199,7 @@ class Saver:
             else:
                 self.snapshot.run(save.buffer, self._streams)
                 self.twins.digest()
-                save.numbers = [numbers_of(view) for view in self.table.views]
+                save.numbers = [numbers_of(view)() for view in self.table.views]
                 if self.snapshot.digests is not None:
                     save.digests = self.snapshot.digests.numpy().copy()
         except BaseException as error:  # noqa: BLE001  (told to the trainer by way of the save)
@@ -219,18 +219,17 @@ class Saver:
         with torch.cuda.device(self.device), torch.cuda.stream(streams.packs):
             self.twins.digest()
             self.snapshot.run(save.buffer, streams)
-            found = (
-                None if self.snapshot.digests is None else self.snapshot.digests.to("cpu", non_blocking=True)
-            )
-            save.numbers = [numbers_of(view) for view in self.table.views]
+            fetches = [numbers_of(view) for view in self.table.views]
             streams.copies.wait_stream(streams.packs)
             ended.record(streams.copies)
         save.done = ended
-        save.copied.set()
+        save.copied.set()  # the trainer's stream waits for the event; this thread waits for the bytes
         ended.synchronize()
         streams.drain(save.buffer)
         save.device_copy_s = began.elapsed_time(ended) / 1e3
-        save.digests = None if found is None else found.numpy().copy()
+        save.numbers = [fetch() for fetch in fetches]
+        if self.snapshot.digests is not None:
+            save.digests = self.snapshot.digests.cpu().numpy().copy()
 
     def _finish(self, save: Save, finish: Finish) -> None:
         save.copied.wait()

@@ -231,7 +231,8 @@ class UrlTarget(Target):
                 return f"step {step} is not whole: rank {rank} failed ({text}){more}"
             if pin:
                 self.run.pin(step_dir(step, self.epoch))
-            self.run.write_manifest(Version(self.epoch, step, self.inc), self.meeting.world)
+            writer = self.epoch, self.inc
+            self.run.write_manifest(Version(self.epoch, step, self.inc), self.meeting.world, writer)
             return ""
 
         return str(self.meeting.agree(key, why, commit))

@@ -39,7 +39,8 @@ class CacheGroup(click.Group):
             "get": "get",
         }
         found = import_module(f"ckptkit.cli.cache_{module.get(cmd_name, 'operate')}")
-        return getattr(found, cmd_name)
+        command: click.Command = getattr(found, cmd_name)
+        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -61,6 +61,7 @@ class Calls(CallGroup):
     def closed(self, session: Session) -> None:
         """A session has ended."""
         self._restoring.closed(session)
+        self.d.notes.skipped_in_row.pop(session.number, None)
 
     def new_epoch(self, epoch: Epoch) -> None:
         """An epoch is about to be accepted."""

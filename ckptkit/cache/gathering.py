@@ -77,7 +77,7 @@ class Gathering:
     async def find(self, node: Node, step: int, epoch: int | None) -> Choice | None:
         """Where the shards of a version are, on whatever node and in storage; None where some are nowhere. Raises StoreError."""
         members = node.epoch.addresses if node.epoch is not None else {}
-        others = [address for name, address in (self.former() | members).items() if name != self.node]
+        others = [address for name, address in ({**self.former(), **members}).items() if name != self.node]
         found = {self.node: node.inventory()}
         for inventory in await asyncio.gather(*(self.inventory(address) for address in others)):
             if inventory is not None:

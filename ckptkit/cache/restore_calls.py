@@ -167,6 +167,7 @@ class RestoreCalls(CallGroup):
 
     async def _index(self, session: Session, message: Message) -> Reply:
         decision, d = self._wanted(session, message), self.d
+        assert decision.version is not None
         sources = [
             source
             for places in decision.sources

@@ -27,7 +27,7 @@ class SaveCalls(CallGroup):
             self.d.notes.begun(record.version, begin.nbytes)
             self.d.notes.skipped_in_row.pop(session.number, None)
             return Reply({"slot": answer.slot, "step": begin.step})
-        if answer.code in (413, 429):
+        if isinstance(answer, Answer) and answer.code in (413, 429):
             row = self.d.notes.skipped_in_row
             row[session.number] = row.get(session.number, 0) + 1
             self.d.metrics.save_skipped.labels("busy" if answer.code == 429 else "too_big").inc()

@@ -1,6 +1,7 @@
 """Folders of remote stores (object stores, HTTP, SSH) as stores, over fsspec.
 
-Reads are ranged requests of their own; nothing is cached but one listing, which a store takes when it is first asked what there is.
+Reads are ranged requests, larger ones where an object is read from front to back (`ckptkit.stores.ahead`); nothing else is kept but one
+listing, which a store takes when it is first asked what there is.
 What was listed holds: an object that is shorter when it is read is an error. Faults that may pass are tried again
 (`ckptkit.stores.retrying`); a short body counts as one.
 """
@@ -14,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from ckptkit.errors import FormatError, ShardMissingError, StoreError, UnsafeError
+from ckptkit.stores.ahead import ReadAhead
 from ckptkit.stores.base import Reader, Store
 from ckptkit.stores.filesystems import READ_ONLY, Place, connect, scheme_of
 from ckptkit.stores.retrying import Retry, ShortBodyError, is_final
@@ -25,13 +27,13 @@ _REQUEST = 16 << 20
 
 
 class RemoteReader(Reader):
-    """An object. Every read is one request (or several of 16 MiB)."""
+    """An object. A read is one request (or several of 16 MiB), or none where it was read ahead."""
 
     small_run = 1 << 20
     """A request costs as much time as some hundred KiB more in another."""
 
-    def __init__(self, place: Place, path: str, size: int, retry: Retry) -> None:
-        self._place, self._name, self._retry = place, place.below(path), retry
+    def __init__(self, place: Place, path: str, size: int, retry: Retry, ahead: ReadAhead) -> None:
+        self._place, self._name, self._retry, self._ahead = place, place.below(path), retry, ahead
         self.size = size
         self.where = f"{place.url}/{path}"
 
@@ -41,7 +43,7 @@ class RemoteReader(Reader):
         self._must_hold(offset, view.nbytes)
         for start in range(0, view.nbytes, _REQUEST):
             part = view[start : start + _REQUEST]
-            part[:] = self._fetch(offset + start, part.nbytes)
+            part[:] = self._read(offset + start, part.nbytes)
 
     def scatter(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """As `readinto`, in one request where they are not large."""
@@ -50,7 +52,7 @@ class RemoteReader(Reader):
             super().scatter(offset, buffers)
             return
         self._must_hold(offset, total)
-        data = memoryview(self._fetch(offset, total))
+        data = self._read(offset, total)
         for buffer in buffers:
             buffer.cast("B")[:] = data[: buffer.nbytes]
             data = data[buffer.nbytes :]
@@ -63,10 +65,12 @@ class RemoteReader(Reader):
                 file=self.where,
             )
 
-    def _fetch(self, offset: int, nbytes: int) -> bytes:
+    def _read(self, offset: int, nbytes: int) -> memoryview:
         if not nbytes:
-            return b""
+            return memoryview(b"")
+        return self._ahead.read(self._name, self.size, offset, nbytes, self._fetch)
 
+    def _fetch(self, offset: int, nbytes: int) -> bytes:
         def request() -> bytes:
             data: bytes = self._place.fs.cat_file(self._name, start=offset, end=offset + nbytes)
             if len(data) != nbytes:
@@ -98,6 +102,7 @@ class RemoteStore(Store):
         self._deep = deep
         self._retry = retry or Retry.from_environment()
         self._lock = threading.Lock()
+        self._ahead = ReadAhead()
         self._listing: dict[str, Mapping[str, Any]] | None = None
         self._ranges_checked = scheme_of(url) not in READ_ONLY
 
@@ -139,6 +144,7 @@ class RemoteStore(Store):
         """The next question lists the folder again: one request, however many files are looked at."""
         with self._lock:
             self._listing = None
+            self._ahead = ReadAhead()
 
     def _entry(self, path: str) -> Mapping[str, Any]:
         """What the store says of a file. Raises ShardMissingError, FormatError for a folder."""
@@ -153,7 +159,7 @@ class RemoteStore(Store):
 
     def open(self, path: str) -> RemoteReader:
         size = self.size(path)
-        reader = RemoteReader(self.place, path, size, self._retry)
+        reader = RemoteReader(self.place, path, size, self._retry, self._ahead)
         if not self._ranges_checked and size > 1:
             self._check_ranges(path, size)
         return reader

@@ -20,7 +20,7 @@ from ckptkit.cache.client import CacheClient, Member, RefusedError
 from ckptkit.cache.connection import connect_unix
 from ckptkit.cache.messages import Inventory, Poll
 from ckptkit.cache.wire import encode
-from tests.cache.cluster import Cluster, Node, wait_for
+from ckptkit.faults.cluster.nodes import Cluster, Node, wait_for
 
 INC = "ab" * 16
 

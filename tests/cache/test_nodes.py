@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from ckptkit import ops
+from ckptkit.faults.cluster.nodes import Cluster, Node, wait_for
+from ckptkit.faults.cluster.rank import Model, check
 from ckptkit.formats.native import NativeFormat, step_dir
 from ckptkit.stores.local import LocalStore
-from tests.cache.cluster import Cluster, Node, wait_for
-from tests.cache.trainer import Model, check
 
 
 def test_06_a_lost_node_is_restored_from_its_clique(tmp_path: Path) -> None:
@@ -179,13 +179,11 @@ def test_20_a_cell_that_stays_bad_retires_the_slot(tmp_path: Path) -> None:
             node.flip(slot)
             with node.client() as client:
                 client.request("scrub")
-            wait_for(
-                lambda bad=bad: (
-                    node.records()[slot]["strikes"] > bad or node.records()[slot]["state"] == "RETIRED"
-                ),
-                "the scrub",
-                cluster,
-            )
+
+            def seen(bad: int = bad) -> bool:
+                return node.records()[slot]["strikes"] > bad or node.records()[slot]["state"] == "RETIRED"
+
+            wait_for(seen, "the scrub", cluster)
 
         wait_for(lambda: node.records()[slot]["state"] == "RETIRED", "the slot to be retired", cluster)
         cluster.save(2, level=2)
@@ -386,12 +384,11 @@ def test_33_a_step_that_two_epochs_called_bad_is_avoided(tmp_path: Path) -> None
         for _ in range(2):
             assert cluster.restart() == 2
             cluster.ranks[0].do("mark_bad", epoch=1, step=2)
-            marked = cluster.epoch
-            wait_for(
-                lambda marked=marked: all(marked in _marks(node) for node in cluster.nodes),
-                "the mark everywhere",
-                cluster,
-            )
+
+            def known(epoch: int = cluster.epoch) -> bool:
+                return all(epoch in _marks(node) for node in cluster.nodes)
+
+            wait_for(known, "the mark everywhere", cluster)
 
         assert cluster.restart() == 1
         cluster.ranks[0].do("mark_bad", epoch=1, step=1)
@@ -477,12 +474,12 @@ def test_a_step_drained_to_an_object_store_is_whole(tmp_path: Path) -> None:
     """A store without renames: uploads, compared; the manifest last."""
     pytest.importorskip("moto")
     pytest.importorskip("s3fs")
-    from tests.cache.objects import s3_server
+    from ckptkit.faults.cluster.objects import s3_server
 
     with s3_server() as (url, environment), pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
-        from tests.cache.nursery import Nursery
+        from ckptkit.faults.cluster.nursery import Nursery
 
         Nursery.fresh()  # it must know the environment
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ckptkit.cache
-from tests.cache.cluster import Cluster, wait_for
+from ckptkit.faults.cluster.nodes import Cluster, wait_for
 
 
 def test_a_step_is_committed_and_restored(tmp_path: Path) -> None:
@@ -202,7 +202,8 @@ def test_17_the_scrubber_finds_it_before_anyone_reads(tmp_path: Path) -> None:
         cluster.save(1)
         cluster.save(2)
         node = cluster.nodes[0]
-        node.flip(*node.holding(2), offset=1_200_000)
+        (slot,) = node.holding(2)
+        node.flip(slot, offset=1_200_000)
 
         with node.client() as client:
             client.request("scrub")
@@ -301,8 +302,10 @@ def test_34_only_monotonic_clocks_are_read() -> None:
                     and node.value.id == "time"
                     and node.attr in ("time", "time_ns", "localtime")
                 )
-                or (node.attr in ("now", "utcnow", "st_mtime", "st_mtime_ns")
-                and ast.unparse(node.value) not in ("self", "self.d", "d", "daemon", "self._daemon"))
+                or (
+                    node.attr in ("now", "utcnow", "st_mtime", "st_mtime_ns")
+                    and ast.unparse(node.value) not in ("self", "self.d", "d", "daemon", "self._daemon")
+                )
             ):
                 readers.add(path.name)
 

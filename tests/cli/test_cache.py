@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 from ckptkit import ops
 from ckptkit.cli.main import cli
+from ckptkit.faults.cluster.nodes import Cluster, wait_for
 from ckptkit.formats.native import step_dir
-from tests.cache.cluster import Cluster, wait_for
 
 
 @pytest.fixture(scope="module")

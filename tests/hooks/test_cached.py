@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ckptkit
-from tests.cache.cluster import Cluster
+from ckptkit.faults.cluster.nodes import Cluster
 from tests.hooks import jobs
 from tests.hooks.models import differing
 from tests.hooks.ranks import run_ranks

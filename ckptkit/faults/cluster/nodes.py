@@ -23,8 +23,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from ckptkit.cache.client import CacheClient
-from tests.cache.nursery import Child, Nursery
-from tests.cache.proxy import Proxy
+from ckptkit.faults.cluster.nursery import Child, Nursery
+from ckptkit.faults.cluster.proxy import Proxy
 
 SCALE = 0.1
 PATIENCE_S = 60.0

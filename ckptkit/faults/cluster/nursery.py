@@ -1,23 +1,25 @@
 """A process that has imported everything and forks daemons and ranks on demand: real processes, that start in milliseconds.
 
-The test's side is `Nursery`; `Child` is what `subprocess.Popen` would be.
+The caller's side is `Nursery`; `Child` is what `subprocess.Popen` would be.
 """
 
 import atexit
 import contextlib
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-_ROOT = Path(__file__).parent.parent.parent
+from ckptkit.faults.cluster import rank
+from ckptkit.faults.inject.program import VARIABLE, install
+
 _FDS = 3
 
 
@@ -52,14 +54,14 @@ class Child:
 
 
 class Nursery:
-    """The forking process, and requests to it. One for a whole test run: `Nursery.shared()`."""
+    """The forking process, and requests to it. One for this process: `Nursery.shared()`."""
 
     _one: "Nursery | None" = None
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.cache.nursery", str(theirs.fileno())], pass_fds=[theirs.fileno()], cwd=_ROOT,
+            [sys.executable, "-m", "ckptkit.faults.cluster.nursery", str(theirs.fileno())], pass_fds=[theirs.fileno()],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         theirs.close()
@@ -80,11 +82,18 @@ class Nursery:
             cls._one.close()
             cls._one = None
 
-    def start(self, kind: str, arguments: Sequence[str], stdin: int, stdout: int, stderr: int) -> Child:
-        """Fork a `daemon` or a `rank`."""
-        return Child(
-            self, self.ask({"start": kind, "arguments": list(arguments)}, (stdin, stdout, stderr))["pid"]
-        )
+    def start(
+        self,
+        kind: str,
+        arguments: Sequence[str],
+        stdin: int,
+        stdout: int,
+        stderr: int,
+        environment: Mapping[str, str] | None = None,
+    ) -> Child:
+        """Fork a `daemon` or a `rank`; `environment` is added to its own, with the faults of `inject.program` in it."""
+        request = {"start": kind, "arguments": list(arguments), "environment": dict(environment or {})}
+        return Child(self, self.ask(request, (stdin, stdout, stderr))["pid"])
 
     def ask(self, request: dict[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
         line = json.dumps(request).encode() + b"\n"
@@ -106,8 +115,8 @@ class Nursery:
 
 
 def main() -> None:
-    """The forking side: one request after the other, until the test's side closes."""
-    import tests.cache.trainer  # noqa: F401
+    """The forking side: one request after the other, until the caller's side closes."""
+    import ckptkit.cache.daemon  # noqa: F401  (so that the forked need not)
 
     sock = socket.socket(fileno=int(sys.argv[1]))
     codes: dict[int, int | None] = {}
@@ -126,7 +135,7 @@ def main() -> None:
                 pid = os.fork()
                 if pid == 0:
                     sock.close()
-                    _become(request["start"], request["arguments"], given)
+                    _become(request["start"], request["arguments"], given, request["environment"])
                 for fd in given:
                     os.close(fd)
                 codes[pid] = None
@@ -144,7 +153,7 @@ def main() -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _become(kind: str, arguments: list[str], fds: list[int]) -> None:
+def _become(kind: str, arguments: list[str], fds: list[int], environment: dict[str, str]) -> None:
     """Turn the forked process into what it should be; never returns."""
     code = 1
     try:
@@ -154,15 +163,15 @@ def _become(kind: str, arguments: list[str], fds: list[int]) -> None:
             os.close(fd)
         sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
         sys.stderr = open(2, "w")  # noqa: SIM115
-        sys.argv = [kind, *arguments]
+        os.environ.update(environment)
+        if VARIABLE in environment:
+            install(environment[VARIABLE])
         if kind == "daemon":
-            from ckptkit.cli.main import cli
-
-            cli.main(["cache", "serve", *arguments])
+            sys.argv = ["ckptkit", "cache", "serve", *arguments]
+            runpy.run_module("ckptkit", run_name="__main__", alter_sys=True)
         else:
-            from tests.cache import trainer
-
-            trainer.main()
+            sys.argv = [kind, *arguments]
+            rank.main()
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from ckptkit.core.catalog import Checksum
 from ckptkit.errors import CorruptionError, FormatError, UnsafeError
 from ckptkit.formats import pickles
@@ -128,10 +130,8 @@ class Archive:
         data = self.window.read(self.place(tensor), tensor.span * item)
         if tensor.contiguous:
             return data
-        order = [0]
-        for n, stride in zip(tensor.shape, tensor.strides, strict=True):
-            order = [at + index * stride for at in order for index in range(n)]
-        return b"".join(data[at * item : (at + 1) * item] for at in order)
+        steps = tuple(stride * item for stride in tensor.strides)
+        return np.ndarray(tensor.shape, f"V{item}", data, 0, steps).tobytes()
 
 
 def open_archive(reader: Reader, where: str, start: int = 0, size: int | None = None) -> Archive:
@@ -274,7 +274,8 @@ def _locate(window: Window, members: dict[str, Member], names: Sequence[str]) ->
             raise FormatError(
                 f"{window.where}: the header of member {member.name!r} is not where the directory says"
             )
-        return here + _LOCAL.size + fields[9] + fields[10]
+        payload: int = here + _LOCAL.size + fields[9] + fields[10]
+        return payload
 
     if len(names) > 64:
         with ThreadPoolExecutor(16) as pool:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
+from ckptkit.errors import FormatError
+
 
 class Reader(ABC):
     """An open file. Methods may be called from several threads at once."""
@@ -77,9 +79,15 @@ class Store(ABC):
         return 0.0
 
     def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        """Bytes `[offset, offset + nbytes)` of a file, to its end unless given."""
+        """Bytes `[offset, offset + nbytes)` of a file, to its end unless given. Raises FormatError when it ends before that."""
         with self.open(path) as reader:
             count = reader.size - offset if nbytes is None else nbytes
+            # Sizes come from files that may be damaged: no memory is asked for before they are seen to fit.
+            if offset < 0 or offset + max(count, 0) > reader.size:
+                raise FormatError(
+                    f"{path} ends at byte {reader.size}, but bytes {offset}:{offset + count} are asked for",
+                    file=path,
+                )
             data = bytearray(max(count, 0))
             reader.readinto(offset, memoryview(data))
         return bytes(data)

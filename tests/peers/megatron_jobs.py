@@ -103,7 +103,7 @@ def build(job: dict[str, Any]) -> tuple[list[Any], Any]:
         )
         chunks.append(DistributedDataParallel(config, ddp, model))
     adam = OptimizerConfig(
-        optimizer="adam", lr=0.01, weight_decay=0.1, bf16=True, params_dtype=torch.bfloat16,
+        optimizer="adam", lr=0.01, weight_decay=0.1, bf16=True, params_dtype=torch.bfloat16, clip_grad=0.0,
         use_distributed_optimizer=not job.get("whole"),
     )  # fmt: skip
     optimizer = get_megatron_optimizer(adam, chunks)
@@ -375,6 +375,7 @@ def save(job: dict[str, Any]) -> None:
     from megatron.core import dist_checkpointing
 
     chunks, optimizer = build(job)
+    _set_groups(optimizer, 0.01, 0.1)
     for _, tensor, expected in states(chunks, optimizer):
         tensor.copy_(expected)
     folder = Path(job["folder"])
@@ -391,6 +392,7 @@ def load(job: dict[str, Any]) -> None:
     from megatron.core import dist_checkpointing
 
     chunks, optimizer = build(job)
+    _set_groups(optimizer, 77.0, 77.0)
     for _, tensor, _ in states(chunks, optimizer):
         tensor.fill_(float("nan"))
     state = _state(job, chunks, optimizer, True)
@@ -400,6 +402,7 @@ def load(job: dict[str, Any]) -> None:
         chunk.module.load_state_dict(loaded[name])
     optimizer.load_state_dict(loaded["optimizer"])
     _judge(job, chunks, optimizer)
+    _step(chunks, optimizer)
     assert loaded["iteration"] == STEP
     if job.get("rng", True):
         assert loaded["rng_state"][0]["torch_rng_state"].tolist() == [0, 1, 2, 3, 4]
@@ -416,6 +419,63 @@ def _judge(job: dict[str, Any], chunks: list[Any], optimizer: Any) -> None:
             assert "step" not in state or float(state["step"]) == STEP
         for group in one.optimizer.param_groups:
             assert group["lr"] == 0.01 and group["wd_mult"] in (0.0, 1.0)
+
+
+def _set_groups(optimizer: Any, lr: float, decay: float) -> None:
+    """Hyper-parameters as Megatron's schedule sets them before each step: weights of one dimension do not decay."""
+    for one in optimizer.chained_optimizers:
+        for group in one.optimizer.param_groups:
+            group.update(lr=lr, weight_decay=decay * group["wd_mult"])
+
+
+def _step(chunks: list[Any], optimizer: Any) -> None:
+    """Train one step on known gradients: every bit is that of torch's AdamW on the values that were saved, in any layout."""
+    held = _parameters(chunks)
+    for chunk in chunks:
+        for parameter in chunk.module.parameters():
+            parameter.main_grad.copy_(local(held[parameter.data_ptr()], "grad"))
+    expected = []
+    for one in optimizer.chained_optimizers:
+        for state in one.optimizer.state.values():
+            state["step"] = state[
+                "step"
+            ].clone()  # megatron-core gives all of them one tensor, which torch's Adam counts up
+        for main, sharded, part in _mains(one, held):
+            made = torch.nn.Parameter(part(local(sharded, "param")).clone())
+            decay = 0.1 if local(sharded, "param").ndim > 1 else 0.0
+            judge = torch.optim.AdamW([made], lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=decay)
+            judge.state[made] = {
+                "step": torch.tensor(float(STEP)),
+                **{slot: part(local(sharded, slot)).clone() for slot in ("exp_avg", "exp_avg_sq")},
+            }
+            made.grad = part(local(sharded, "grad"))
+            judge.step()
+            expected.append((sharded.key, one, main, made.detach(), judge.state[made]))
+    assert optimizer.step()[0]
+    for key, one, main, weight, state in expected:
+        assert torch.equal(main.data.view(-1), weight.view(-1)), f"{key} after a step"
+        for slot in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(one.optimizer.state[main][slot].view(-1), state[slot].view(-1)), (
+                f"{slot} of {key}"
+            )
+
+
+def _mains(one: Any, held: dict[Any, Any]) -> Any:
+    """The float32 weights of an optimizer: each with the tensor that it is a part of, and how to take that part."""
+    if hasattr(one, "model_param_gbuf_map"):
+        for parameter in one.model_param_gbuf_map:
+            range_ = one._get_model_param_range_map(parameter)["param"]
+            group, order = one.model_param_group_index_map[parameter]
+            main = one.optimizer.param_groups[group]["params"][order]
+
+            def part(whole: torch.Tensor, range_: Any = range_) -> torch.Tensor:
+                return whole.flatten()[range_.start : range_.end]
+
+            yield main, held[parameter.data_ptr()], part
+        return
+    for halves, mains in zip(one.float16_groups, one.fp32_from_float16_groups, strict=True):
+        for half, main in zip(halves, mains, strict=True):
+            yield main, held[half.data_ptr()], lambda whole: whole
 
 
 def _folder(job: dict[str, Any]) -> Path:
@@ -439,6 +499,7 @@ def save_legacy(job: dict[str, Any]) -> None:
     from megatron.core import parallel_state as p
 
     chunks, optimizer = build(job)
+    _set_groups(optimizer, 0.01, 0.1)
     for _, tensor, expected in states(chunks, optimizer):
         tensor.copy_(expected)
     dense = p.get_data_parallel_rank(with_context_parallel=True) == 0
@@ -465,6 +526,7 @@ def save_legacy(job: dict[str, Any]) -> None:
 def load_legacy(job: dict[str, Any]) -> None:
     """Load what `save_legacy` has, over NaN, and compare every bit."""
     chunks, optimizer = build(job)
+    _set_groups(optimizer, 77.0, 77.0)
     for _, tensor, _ in states(chunks, optimizer):
         tensor.fill_(float("nan"))
     folder = _folder(job)
@@ -475,6 +537,7 @@ def load_legacy(job: dict[str, Any]) -> None:
     if not job.get("whole"):
         optimizer.load_parameter_state(str(folder / "distrib_optim.pt"))
     _judge(job, chunks, optimizer)
+    _step(chunks, optimizer)
     assert state["iteration"] == STEP
 
 

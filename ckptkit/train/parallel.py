@@ -62,23 +62,18 @@ class Parallel:
         self.is_first, self.is_last = self.pp.index == 0, self.pp.index == self.pp.size - 1
 
     def _group(self, same: Sequence[Any]) -> Group:
-        """This rank's group of those that agree in every column of `same`. Every rank must call it alike."""
-        columns = np.stack([np.zeros(self.layout.world, np.int64), *same])
-        _, number = np.unique(columns, axis=1, return_inverse=True)
-        number = number.reshape(-1)
-        return self.group_of([np.flatnonzero(number == n).tolist() for n in range(int(number.max()) + 1)])
-
-    def group_of(self, partition: Sequence[Sequence[int]]) -> Group:
-        """This rank's group of a partition of all ranks; groups of equal ranks are made once. Every rank calls it alike."""
-        mine: tuple[int, ...] = ()
-        for members in partition:
-            ranks = tuple(sorted(int(rank) for rank in members))
-            if len(ranks) > 1 and ranks not in self._made:
-                whole = len(ranks) == self.layout.world
-                self._made[ranks] = dist.group.WORLD if whole else dist.new_group(list(ranks))
-            if self.rank in ranks:
-                mine = ranks
-        return Group(mine, mine.index(self.rank), self._made.get(mine))
+        """This rank's group: all that agree with it in every column of `same`. Every rank makes its groups in one order."""
+        alike = np.ones(self.layout.world, bool)
+        for column in same:
+            alike &= column == column[self.rank]
+        ranks = tuple(np.flatnonzero(alike).tolist())
+        if len(ranks) > 1 and ranks not in self._made:
+            # Only members meet to make it: with thousands of groups in a run, others have better things to do.
+            whole = len(ranks) == self.layout.world
+            self._made[ranks] = (
+                dist.group.WORLD if whole else dist.new_group(list(ranks), use_local_synchronization=True)
+            )
+        return Group(ranks, ranks.index(self.rank), self._made.get(ranks))
 
     def neighbours(self, count: int) -> Group:
         """This rank's group of `count` successive tensor-parallel ranks. Every rank calls it alike."""

@@ -93,8 +93,9 @@ def test_an_unknown_configuration_lists_those_that_come_along() -> None:
     assert "zaya1-tiny.toml" in done.stderr
 
 
-@pytest.mark.parametrize("layout", ["tp=1", "dp=2"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("layout", "number"), [("tp=1", signal.SIGINT), ("dp=2", signal.SIGINT), ("dp=2", signal.SIGTERM)]
+)
 def test_a_signal_saves_and_the_same_command_goes_on(
     tmp_path: Path, layout: str, number: signal.Signals
 ) -> None:

@@ -63,6 +63,23 @@ def test_the_same_layout_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert [(record["loss"], record["grad_norm"]) for record in records] == wanted
 
 
+def test_bfloat16_weights_go_on_from_their_masters(tmp_path: Path) -> None:
+    """Also in another layout, where sums differ in their last bits; weights are the roundings of masters in every step."""
+    records = continued(tmp_path, [("dp=2,zero=1", 3), ("tp=1", 6)], train__steps=6, train__dtype="bfloat16")
+
+    wanted = curves(tmp_path, ["tp=1"], steps=6, train__steps=6, train__dtype="bfloat16")["tp=1"][0]
+    for record, (loss, _) in zip(records, wanted, strict=True):
+        assert record["loss"] == pytest.approx(loss, rel=5e-3), record["step"]
+    for step in (3, 6):
+        catalog = ops.open(f"{tmp_path}/run@{step}").catalog
+        assert {role for name, role in catalog.held if name == "layers.0.attn.q"} == {
+            "param",
+            "master",
+            "momentum",
+        }
+        assert ops.verify(f"{tmp_path}/run@{step}").exit_code == 0
+
+
 def test_a_saved_step_holds_the_settings_of_the_optimizer(tmp_path: Path) -> None:
     """So that another trainer's format gets its groups."""
     continued(tmp_path, [("tp=1", 2)], train__steps=2)

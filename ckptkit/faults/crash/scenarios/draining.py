@@ -89,7 +89,7 @@ class Drain(WriteStep):
             drainer._thread.join()
             if faults:
                 raise StoreError(faults[0])
-            durable.write_manifest(version, len(manifest.files))
+            durable.write_manifest(version, len(manifest.files), (version.epoch, version.inc))
         finally:
             drainer.close()
             durable.close()

@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
@@ -168,6 +167,7 @@ class Checkpointer:
             found.table, self._meeting, self._opened.target, compare=self.replicas != "off", event=self._event
         )
         self._saver.on_differing = self._on_differing
+        self._saver.on_end = self._finished
         self._registered = found
         try:
             self._make_plan()
@@ -450,13 +450,11 @@ class Checkpointer:
         except Skip as skip:
             self._skipped(step, skip)
             return None
-        save.result.add_done_callback(lambda result: self._finished(save, result))
         self._metrics.add(saves_total=1, stall_seconds_total=time.perf_counter() - began)
         return save
 
-    def _finished(self, save: Save, result: "Future[None]") -> None:
+    def _finished(self, save: Save, error: BaseException | None) -> None:
         """On the saver's thread: count, and keep what is to be raised."""
-        error = result.exception()
         if isinstance(error, Skip):
             self._skipped(save.step, error)
             return

@@ -232,6 +232,17 @@ class Saver:
             save.digests = self.snapshot.digests.cpu().numpy().copy()
 
     def _finish(self, save: Save, finish: Finish) -> None:
+        error: BaseException | None = None
+        try:
+            self._end(save, finish)
+        except BaseException as failure:
+            error = failure
+            save.fail(failure)
+            raise
+        finally:
+            self.on_end(save, error)  # before whoever waits for the save goes on
+
+    def _end(self, save: Save, finish: Finish) -> None:
         save.copied.wait()
         if save.done is not None:
             # The copy thread drains bounce buffers after it let the trainer go on.
@@ -243,11 +254,7 @@ class Saver:
                 verdict = self._compare(save)
         except CkptError as error:
             save.fail(error)
-        try:
-            self._hand_over(save, finish, verdict)
-        except BaseException as error:
-            save.fail(error)
-            raise
+        self._hand_over(save, finish, verdict)
 
     def _compare(self, save: Save) -> Verdict:
         found = self.twins.compare(self.meeting, f"{save.key}/twins")
@@ -280,6 +287,9 @@ class Saver:
             Filled(self.plan, save.buffer, save.step, save.digests, leaves, extras, save.pin, save.key, error)
         )
         self.event({"event": "committed" if not self.target.levels else "written", "step": save.step})
+
+    on_end: Callable[[Save, BaseException | None], None] = staticmethod(lambda save, error: None)
+    """Told when a save has ended, and how."""
 
     on_differing: Callable[[Verdict], bool] = staticmethod(lambda verdict: False)
     """Whether a save whose replicas differ fails."""

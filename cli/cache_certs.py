@@ -3,6 +3,7 @@
 import click
 
 from ckptkit.cli import show
+from ckptkit.cli.common import common, print_json
 from ckptkit.cli.values import PLACE
 
 
@@ -25,13 +26,13 @@ def certs() -> None:
     show_default=True,
     help="How long it is valid.",
 )
-@click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback when it fails.")
-def ca(folder: str, job: str, days: float) -> None:
+@common
+def ca(folder: str, job: str, days: float, as_json: bool) -> None:
     """Write ca.pem and ca.key to FOLDER, which only you can read."""
     from ckptkit.cache.certs import make_ca
 
     make_ca(folder, job, days=days)
-    show.say(f"{folder}/ca.pem and {folder}/ca.key are made for job {job}")
+    _made(as_json, f"{folder}/ca.pem", f"{folder}/ca.key")
 
 
 @certs.command(short_help="Make a node's certificate.")
@@ -51,8 +52,8 @@ def ca(folder: str, job: str, days: float) -> None:
     show_default=True,
     help="How long it is valid.",
 )
-@click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback when it fails.")
-def node(folder: str, node: str, hosts: tuple[str, ...], days: float) -> None:
+@common
+def node(folder: str, node: str, hosts: tuple[str, ...], days: float, as_json: bool) -> None:
     """Write NODE.pem and NODE.key, signed by the CA in FOLDER."""
     from ckptkit.cache.certs import make_cert
     from ckptkit.cache.config import NODE
@@ -61,4 +62,11 @@ def node(folder: str, node: str, hosts: tuple[str, ...], days: float) -> None:
     if not NODE.fullmatch(node):
         raise UsageError(f"{node!r} is no name of a node; use letters, digits, . _ and -")
     cert, key = make_cert(folder, node, hosts, days=days)
-    show.say(f"{cert} and {key} are made")
+    _made(as_json, cert, key)
+
+
+def _made(as_json: bool, cert: str, key: str) -> None:
+    if as_json:
+        print_json("CacheDone", {"did": "certs", "cert": cert, "key": key})
+    else:
+        show.say(f"{cert} and {key} are made")

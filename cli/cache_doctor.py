@@ -25,7 +25,7 @@ def doctor(path: str, as_json: bool) -> None:
     found = examine(load_config(path))
     if as_json:
         print_json(
-            "cache-doctor", {"checks": [{"level": f.level, "name": f.name, "text": f.text} for f in found]}
+            "CacheChecks", {"checks": [{"level": f.level, "name": f.name, "text": f.text} for f in found]}
         )
     else:
         table = show.Table((show.Column(""), show.Column(""), show.Column("", cut=60)))

@@ -27,7 +27,7 @@ def get(step: int, folder: str, epoch: int | None, job: str, socket: str | None,
             sources = dict(store.bytes_from)
     if as_json:
         print_json(
-            "cache-get",
+            "CacheGet",
             {
                 "step": located.step,
                 "epoch": located.epoch,

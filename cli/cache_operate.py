@@ -100,6 +100,6 @@ def ban(step: int, epoch: int, newer: bool, job: str, socket: str | None, as_jso
 
 def _done(as_json: bool, kind: str, text: str, **facts: object) -> None:
     if as_json:
-        print_json(f"cache-{kind}", facts)
+        print_json("CacheDone", {"did": kind, **facts})
     else:
         show.say(text)

@@ -20,7 +20,7 @@ def status(job: str, socket: str | None, as_json: bool) -> None:
     with daemon(job, socket) as client:
         found = client.status()["status"]
     if as_json:
-        print_json("cache-status", found)
+        print_json("CacheStatus", found)
         return
     for line in exposure(found):
         show.say(line)
@@ -109,7 +109,7 @@ def ls(job: str, socket: str | None, as_json: bool) -> None:
     with daemon(job, socket) as client:
         rows = client.request("ls", deadline_s=60.0)["versions"]
     if as_json:
-        print_json("cache-versions", {"versions": rows})
+        print_json("CacheVersions", {"versions": rows})
         return
     table = show.Table(
         (

@@ -12,7 +12,7 @@ import signal
 import ssl
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ckptkit
@@ -110,6 +110,7 @@ class Daemon:
     async def run(self) -> None:
         """Serve until told to stop. Raises StoreError where it cannot listen or write its records."""
         self.loop = asyncio.get_running_loop()
+        self.loop.set_exception_handler(self._loop_fault)
         self._build()
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self.end, signal.Signals(number).name)
@@ -304,6 +305,14 @@ class Daemon:
         self.stopping = self.stopping or "fault"
         self._stop.set()
 
+    def _loop_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self.log(
+            "fault in the loop",
+            detail=str(context.get("message")),
+            error=f"{type(error).__name__}: {error}" if error else None,
+        )
+
     @property
     def caller(self) -> Caller:
         """What this daemon says of itself in requests."""
@@ -339,9 +348,19 @@ class Daemon:
 
     # ── events in ────────────────────────────────────────────────────────────────────────────────────────────
 
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """What happens in here happens as a whole, or the daemon ends: a state whose effects were not performed is no state to go on with."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
+            raise
+
     def apply(self, event: NodeEvent) -> None:
         """Hand one event to the node."""
-        self.effects.perform(self.node.handle(event, self.now()))
+        with self._whole():
+            self.effects.perform(self.node.handle(event, self.now()))
 
     def call(self, session: int, event: NodeEvent) -> Answer | Begun | Lease:
         """Hand over a rank's call and give its answer."""
@@ -350,11 +369,16 @@ class Daemon:
         return self.replies.pop(session, Answer(session, 500, "the call got no answer"))
 
     def tell_coordinator(self, event: Any) -> None:
-        if self.coordinator is not None:
-            self.effects.perform(self.coordinator.handle(event, self.now()))
+        with self._whole():
+            if self.coordinator is not None:
+                self.effects.perform(self.coordinator.handle(event, self.now()))
 
     def receive(self, message: PeerMessage) -> tuple[int, str]:
         """A message of a peer, or of this node to itself; gives the code and text of the answer."""
+        with self._whole():
+            return self._receive(message)
+
+    def _receive(self, message: PeerMessage) -> tuple[int, str]:
         answer: tuple[int, str] = (200, "")
         effects: list[Effect] = []
         if isinstance(message, TO_COORDINATOR):

@@ -184,7 +184,7 @@ class UdsServer:
             self._log("connection closed", session=session.number, reason=str(error))
         except OSError:
             pass
-        except Exception as error:  # a fault of ours in one call must not touch others
+        except Exception as error:  # noqa: BLE001  (a fault of ours in one call must not touch others)
             self._refused("fault")
             self._log(
                 "fault in a call",

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import jsonschema
 import pytest
 from click.testing import CliRunner
 
@@ -11,6 +12,7 @@ from ckptkit import ops
 from ckptkit.cli.main import cli
 from ckptkit.faults.cluster.nodes import Cluster, wait_for
 from ckptkit.formats.native import step_dir
+from tests.cli.helpers import SCHEMA
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,8 @@ def run(cluster: Cluster | None, *arguments: str, node: int = 0) -> tuple[int, s
                 run.last = printed, told  # type: ignore[attr-defined]
     code = ended.value.code
     printed, told = run.last  # type: ignore[attr-defined]
+    if "--json" in arguments:
+        jsonschema.validate(json.loads(printed), SCHEMA)
     return (code if isinstance(code, int) else 0), printed, told
 
 
@@ -58,7 +62,7 @@ def test_status_as_json(cluster: Cluster) -> None:
 
     found = json.loads(out)
     assert (code, found["report"], found["committed"], found["durable"]) == (
-        0, "cache-status", {"step": 2, "epoch": 1}, {"step": 1, "epoch": 1},
+        0, "CacheStatus", {"step": 2, "epoch": 1}, {"step": 1, "epoch": 1},
     )  # fmt: skip
     assert found["clique"] == ["n1"] and found["slots"]["own/0"]["COMMITTED"] == 1
 
@@ -80,7 +84,7 @@ def test_get_writes_a_version_as_a_checkpoint(cluster: Cluster, tmp_path: Path) 
     assert ops.verify(str(tmp_path / "two")).exit_code == 0
     assert ops.open(str(tmp_path / "two")).catalog.step == 2
 
-    assert run(cluster, "get", "1", str(tmp_path / "one"), "--epoch", "1")[0] == 0
+    assert run(cluster, "get", "1", str(tmp_path / "one"), "--epoch", "1", "--json")[0] == 0
     same = ops.verify(str(tmp_path / "one"), against=str(cluster.durable / step_dir(1, 1)))
     assert same.exit_code == 0
 
@@ -90,7 +94,7 @@ def test_get_writes_a_version_as_a_checkpoint(cluster: Cluster, tmp_path: Path) 
 
 
 def test_pins_are_in_storage(cluster: Cluster) -> None:
-    assert run(cluster, "pin", "1")[0] == 0
+    assert json.loads(run(cluster, "pin", "1", "--json")[1])["did"] == "pin"
     assert (cluster.durable / "pins" / step_dir(1, 1)).exists()
     assert [
         row["pinned"] for row in json.loads(run(cluster, "ls", "--json")[1])["versions"] if row["step"] == 1
@@ -116,7 +120,10 @@ def test_certs_are_made_and_checked(tmp_path: Path) -> None:
     assert run(None, "certs", "node", folder, "n0")[0] == 2
     assert run(None, "certs", "ca", folder, "--job", "run-1")[0] == 0
     assert run(None, "certs", "ca", folder, "--job", "run-1")[0] == 2
-    assert run(None, "certs", "node", folder, "n0", "--host", "n0.cluster", "--host", "10.0.0.1")[0] == 0
+    assert (
+        run(None, "certs", "node", folder, "n0", "--host", "n0.cluster", "--host", "10.0.0.1", "--json")[0]
+        == 0
+    )
     assert run(None, "certs", "node", folder, "../n0")[0] == 2
     assert {path.name for path in (tmp_path / "certs").iterdir()} == {"ca.pem", "ca.key", "n0.pem", "n0.key"}
     assert (tmp_path / "certs" / "n0.key").stat().st_mode & 0o077 == 0

@@ -17,7 +17,8 @@ from ckptkit.ops.planning import PlanReport, report_on
 from ckptkit.ops.preparing import Job, Options, prepare
 from ckptkit.ops.reports import Progress, Report, count_text, duration_text, nbytes_text
 from ckptkit.ops.sources import open
-from ckptkit.stores.parts import Part, tidy
+from ckptkit.stores.durable import tidy
+from ckptkit.stores.parts import Part
 
 ENGINES = ("threads", "ray")
 

@@ -420,6 +420,18 @@ class UnfinishedFolder(Folder):
             pass
         except OSError as error:
             raise write_fault(path, "remove", error) from error
+        tidy(self.path)  # parts of which this run took over the work
+
+
+def tidy(path: str) -> None:
+    """Remove logs, locks and marks of parts (`ckptkit.stores.parts`) from a folder."""
+    try:
+        for name in os.listdir(path):
+            if name.startswith((f"{LOG}.", ".lock.", ".part.")):
+                with suppress(FileNotFoundError):
+                    os.unlink(os.path.join(path, name))
+    except OSError as error:
+        raise write_fault(path, "tidy", error) from error
 
 
 def replace_file(folder: str, name: str, content: bytes) -> None:

@@ -2,7 +2,7 @@
 
 There is no coordinator. What is known lies in the unfinished folder: a log for each part, and a mark for each part that is done. Processes
 need nothing but that folder and its locks, so they may run on any machines that share it, start at any time, and die: whoever is
-started again with the same part goes on from its log. Putting in place is guarded by a lock beside the folder and changes nothing when it
+started again with the same part goes on from its log. Putting in place is guarded by a lock in the folder and changes nothing when it
 is done twice, since everything that is written is the same for all.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from ckptkit.errors import StoreError, UsageError
-from ckptkit.stores.durable import UnfinishedFolder, sync_folder, write_fault
+from ckptkit.stores.durable import UnfinishedFolder, sync_folder, tidy, write_fault
 from ckptkit.stores.folder import LOG
 
 _PART = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
@@ -150,20 +150,24 @@ class PartFolder(UnfinishedFolder):
 
     @contextmanager
     def last(self) -> Iterator[None]:
-        """Hold the lock under which the folder is put in place; waits for whoever has it."""
-        path = self.path.removesuffix(".unfinished") + ".commit"
+        """Hold the lock under which the folder is put in place; waits for whoever has it. Then see whether it is `gone`."""
+        path = os.path.join(self.path, ".lock.commit")
+        fd = -1
         try:
+            # It goes only after the rename, so that all who wait have the same file.
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             _flock(fd, fcntl.LOCK_EX)
         except OSError as error:
-            raise write_fault(path, "lock", error) from error
+            if fd >= 0:
+                os.close(fd)
+            if not self.gone:
+                raise write_fault(path, "lock", error) from error
+            fd = -1
         try:
             yield
         finally:
-            if self.gone:
-                with suppress(FileNotFoundError):
-                    os.unlink(path)
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
 
     def _remove_log(self) -> None:
         """Logs and marks go only after the rename: until then any part may have to be run again."""
@@ -198,17 +202,6 @@ def logs_of(target: str) -> Iterator[bytes]:
                     if _LOGS.fullmatch(log):
                         with open(os.path.join(parent, folder, log), "rb") as file:
                             yield file.read()
-
-
-def tidy(path: str) -> None:
-    """Remove logs, locks and marks of parts from a folder that is in place."""
-    try:
-        for name in os.listdir(path):
-            if name.startswith((f"{LOG}.", ".lock.", ".part.")):
-                with suppress(FileNotFoundError):
-                    os.unlink(os.path.join(path, name))
-    except OSError as error:
-        raise write_fault(path, "tidy", error) from error
 
 
 def _flock(fd: int, how: int) -> None:

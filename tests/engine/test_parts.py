@@ -21,8 +21,9 @@ from ckptkit.engine.parts import files_of
 from ckptkit.engine.run import RunResult, run
 from ckptkit.errors import CorruptionError, StoreError, UsageError
 from ckptkit.stores.base import Reader
+from ckptkit.stores.durable import tidy
 from ckptkit.stores.local import LocalReader, LocalStore
-from ckptkit.stores.parts import Part, tidy
+from ckptkit.stores.parts import Part
 from tests.engine.test_run import replicated
 from tests.engine.toy import Toy, destination, write
 
@@ -206,9 +207,6 @@ def test_a_last_process_that_dies_while_it_puts_it_in_place_leaves_that_to_the_n
         if not os.path.exists(job.out):
             job.run(Part(2, 2))
         tidy(job.out)
-        for name in os.listdir(job.folder):
-            if name.endswith(".commit"):
-                os.unlink(f"{job.folder}/{name}")
         job.check()
     assert status == 0 and moment > 10
 
@@ -221,6 +219,43 @@ def test_another_number_of_parts_goes_on_with_what_is_durable(job: Job) -> None:
     assert sum(result.reused_bytes for result in results) == first.bytes_out
     assert results[-1].committed
     job.check()
+
+
+def test_one_process_ends_what_parts_began_and_the_other_way_round(job: Job) -> None:
+    """With a log of each in the folder; nothing of them stays behind."""
+
+    def killed(part: Part | None) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            job.run(part, slow=True)
+            os._exit(0)
+        deadline = time.monotonic() + 10
+        while not any(name.startswith(".journal") for name in _unfinished(job)):
+            assert time.monotonic() < deadline
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+    killed(None)
+    job.run(Part(2, 2))
+    job.run(None)
+    job.check()
+
+    shutil.rmtree(job.out)
+    killed(None)
+    for number in (1, 2):
+        job.run(Part(number, 2))
+    job.check()
+
+
+def _unfinished(job: Job) -> list[str]:
+    return [
+        name
+        for folder in os.listdir(job.folder)
+        if folder.endswith(".unfinished")
+        for name in os.listdir(f"{job.folder}/{folder}")
+    ]
 
 
 def test_one_process_does_not_go_on_while_parts_are_at_work_nor_twice_the_same_part(job: Job) -> None:

@@ -9,6 +9,8 @@ from ckptkit.cache.messages import SlotRecord
 from ckptkit.cache.tmpfs import Tmpfs
 
 _GIB = 1 << 30
+_BESIDE = 64 << 20
+"""Bytes of a tmpfs that are left for records, digests, extras and indexes, beside a five-hundredth of it."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,10 @@ def allot(
     slot = -(-int(bytes_max * config.slots.margin) // config.slots.round) * config.slots.round
     have = sum(tmpfs.slot_size(record.slot) for record in current)
     now = memory()
+    size, free = tmpfs.space()
     bounds = {
         "slots.budget": config.slots.budget or now.total,
-        "the tmpfs": tmpfs.space()[1] + have,
+        "the tmpfs": max(free - _BESIDE - size // 500, 0) + have,
         "free memory less the reserve": max(now.available - reserve(config, now.total), 0) + have,
     }
     if now.cgroup is not None:

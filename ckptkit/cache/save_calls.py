@@ -1,5 +1,6 @@
 """Calls of a rank that saves: a slot is asked for, sealed or given back; indexes and facts are handed over."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import xxhash
@@ -54,11 +55,7 @@ class SaveCalls(CallGroup):
         if seal.index_hash not in d.tmpfs.indexes():
             raise CallError(409, "hand over the index first")
         if record.state == "WRITING" and not record.writer_done:
-            d.tmpfs.write_side(slot, "extras", blobs[0])
-            if len(blobs) > 1:
-                d.tmpfs.write_side(slot, "digests", blobs[1])
-            else:
-                d.tmpfs.drop_side(slot, "digests")
+            self._keep(slot, blobs)
         answer = self.called(session, seal)
         if not isinstance(answer, Answer) or answer.code != 200:
             raise refusal(answer)
@@ -67,6 +64,17 @@ class SaveCalls(CallGroup):
             if phase in ("begin", "d2h", "seal"):
                 d.metrics.save_stall.labels(phase).observe(seconds)
         return Reply()
+
+    def _keep(self, slot: int, blobs: Sequence[bytes]) -> None:
+        """Put extras and given digests beside the slot; ones of an earlier use must not be taken for them. Raises CallError."""
+        try:
+            self.d.tmpfs.write_side(slot, "extras", blobs[0])
+            if len(blobs) > 1:
+                self.d.tmpfs.write_side(slot, "digests", blobs[1])
+            else:
+                self.d.tmpfs.drop_side(slot, "digests")
+        except OSError as error:
+            raise CallError(507, f"no room for extras and digests: {error.strerror}") from error
 
     async def _abort(self, session: Session, message: Message) -> Reply:
         answer = self.called(session, events.Abort(whole(message.fields, "slot")))
@@ -83,7 +91,12 @@ class SaveCalls(CallGroup):
             raise CallError(413, f"an index has at most {self.d.config.limits.index} bytes")
         if xxhash.xxh3_128_hexdigest(message.blobs[0]) != given:
             raise CallError(422, "the index is not the one of this hash")
-        self.d.tmpfs.put_index(given, message.blobs[0])
+        try:
+            self.d.tmpfs.put_index(given, message.blobs[0])
+        except OSError as error:
+            raise CallError(
+                507, f"no room for an index of {len(message.blobs[0])} bytes: {error.strerror}"
+            ) from error
         return Reply()
 
     async def _level(self, session: Session, message: Message) -> Reply:

@@ -2,19 +2,25 @@
 
 import json
 import os
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.cache import limits
 from ckptkit.cache.config import CacheConfig, parse_config
+from ckptkit.cache.hashing import Hashing
 from ckptkit.cache.lanes import next_table
 from ckptkit.cache.messages import SlotRecord, Version
+from ckptkit.cache.sealing import Sealing
 from ckptkit.cache.slots import REPLICA, own_lane
-from ckptkit.cache.tmpfs import Tmpfs
+from ckptkit.cache.tmpfs import Tmpfs, on_numa_node
 from ckptkit.errors import FormatError, UsageError
+from ckptkit.formats.native_digests import RankDigests
 
 MIB = 1 << 20
 
@@ -181,3 +187,72 @@ def test_copies_are_no_more_than_other_nodes(folder: Tmpfs, tmp_path: Path) -> N
     assert (
         limits.allot(config(tmp_path, 0), folder, [], ranks=2, copies=3, nodes=2, bytes_max=MIB).replicas == 4
     )
+
+
+def test_a_thread_stays_on_its_numa_node() -> None:
+    """First touch decides where memory lies; a node that does not exist changes nothing."""
+    seen: dict[int, set[int]] = {}
+
+    def look(node: int) -> None:
+        on_numa_node(node)
+        seen[node] = os.sched_getaffinity(0)
+
+    for node in (0, 4000):
+        thread = threading.Thread(target=look, args=(node,))
+        thread.start()
+        thread.join()
+
+    assert seen[0] <= os.sched_getaffinity(0)
+    assert seen[4000] == os.sched_getaffinity(0)
+
+
+def sealed(folder: Tmpfs, *, verify: bool, change: bool, given: bool) -> tuple[str, str]:
+    """What becomes of a slot with a small rank file, whose bytes may have changed after the device's digests."""
+    start = 4096
+    data = (start - 8).to_bytes(8, "little") + b" " * (start - 8) + b"x" * 5000
+    version = Version(1, 7, "ab" * 16)
+    record = SlotRecord(0, own_lane(0), "WRITING", 1, version, 0, 1, "cd" * 16, len(data), writer_done=True)
+    extras = b"{}"
+    made = RankDigests(
+        data_start=start, data_size=5000, header=xxhash.xxh3_128_digest(data[:start]), extras=xxhash.xxh3_128_digest(extras),
+        index=bytes.fromhex("cd" * 16), world=1, rank=0, step=7, epoch=1, incarnation=bytes.fromhex("ab" * 16),
+        leaves=np.frombuffer(xxhash.xxh3_128_digest(data[start:]), np.uint8).reshape(1, 16),
+    )  # fmt: skip
+    folder.allocate(0, MIB)
+    with folder.mapped(0, MIB, writable=True) as view:
+        view[: len(data)] = data
+        if change:
+            view[start + 10] ^= 1
+    folder.write_side(0, "extras", extras)
+    if given:
+        folder.write_side(0, "digests", made.to_bytes())
+    pool = Hashing(1)
+    found = Sealing(folder, pool, verify=verify).seal(record)
+    pool.close()
+    if found[0]:
+        assert RankDigests.parse("d", folder.read_side(0, "digests")).content.hex() == found[0]
+        assert change or found[0] == made.content.hex()
+    return found
+
+
+def test_digests_of_the_device_are_compared_unless_that_is_turned_off(folder: Tmpfs) -> None:
+    """Turned off, they are believed until the first scrub or reader; without any the daemon computes them."""
+    assert sealed(folder, verify=True, change=False, given=True)[0]
+    assert "leaf 0" in sealed(folder, verify=True, change=True, given=True)[1]
+    assert sealed(folder, verify=False, change=True, given=True)[0]
+    folder.drop_side(0, "digests")
+    assert sealed(folder, verify=True, change=True, given=False)[0]
+
+
+def test_digests_of_another_shard_are_refused(folder: Tmpfs) -> None:
+    """Whatever says another rank, step or index than the seal does is not of this shard."""
+    sealed(folder, verify=True, change=False, given=True)
+    other = SlotRecord(
+        0, own_lane(0), "WRITING", 1, Version(1, 8, "ab" * 16), 0, 1, "cd" * 16, 9096, writer_done=True
+    )
+    pool = Hashing(1)
+
+    digest, reason = Sealing(folder, pool, verify=False).seal(other)
+
+    pool.close()
+    assert not digest and "step is 7, not 8" in reason

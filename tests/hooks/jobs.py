@@ -226,3 +226,75 @@ def dcp_round(rank: int, world: int, url: str, kind: str, write: bool) -> Any:
         net.load_state_dict(state["model"])
     found = {name: tensor for name, tensor in whole(net, opt).items() if name in dict(net.named_parameters())}
     return found, state["note"]
+
+
+def by_schema(rank: int, world: int, url: str, layout: str, names: str, write: bool) -> Any:
+    """A trainer that places its tensors by ZAYA1's schema: values of names and places saved, or restored and judged."""
+    import numpy as np
+
+    from ckptkit.core.dtypes import dtype_named
+    from ckptkit.core.layouts import Layout
+    from ckptkit.core.schema import OPTIMIZER_ROLES
+    from ckptkit.core.shards import shards
+    from ckptkit.formats.reference import random_values, regions, tiny_zaya
+    from ckptkit.hooks import Held, SchemaPlacement
+    from ckptkit.hooks.holdings import Places, catalog_of, explicit
+
+    model = tiny_zaya()
+    mesh = Layout.parse(layout)
+    held_roles = {}
+    for tensor in model.tensors.values():
+        held_roles[tensor.name, tensor.kind] = dtype_named("float32" if tensor.keep_fp32 else "bfloat16")
+        for role in OPTIMIZER_ROLES[tensor.optimizer]:
+            held_roles[tensor.name, role] = dtype_named("float32")
+    placement = SchemaPlacement(model.config, mesh, rank, names)
+    cut = shards(model.names(names), mesh, held_roles, model.tensors)
+    found: list[Held] = []
+    seen = set()
+    for name, local in placement.locals.items():  # weights lie on every rank that a placement has
+        (kind,) = {model.tensors[s.tensor].kind for s in local.segments}
+        dtype = getattr(torch, held_roles[local.segments[0].tensor, kind].name)
+        found.append(Held(name, kind, torch.empty(local.shape, dtype=dtype)))
+        seen.add(name)
+    entries = cut.entries
+    for k in np.flatnonzero(entries.file == rank).tolist():  # state is cut by the ZeRO rule
+        role = ("param", "buffer", "master", "exp_avg", "exp_avg_sq", "momentum", "ema", "state")[
+            entries.role[k]
+        ]
+        if role in ("param", "buffer"):
+            continue
+        first, last = int(entries.first[k]), int(entries.last[k])
+        found.append(
+            Held(cut.locals[int(entries.local[k])].key, role, torch.empty(last - first), first, last)
+        )
+    places = Places(placement)
+    catalog = catalog_of(explicit(found, places), places, rank, "here")
+    image = bytearray(catalog.files[0].size)
+    values = random_values(model.tensors, held_roles, 5)
+
+    def tensors_to(image: bytearray) -> None:
+        for one, offset in zip(found, catalog.entries.offset.tolist(), strict=True):
+            raw = one.tensor.reshape(-1).view(torch.uint8)
+            if write:
+                raw.copy_(torch.frombuffer(image, dtype=torch.uint8)[offset : offset + raw.numel()])
+            else:
+                image[offset : offset + raw.numel()] = raw.numpy().tobytes()
+
+    if write:
+        for key, region, box in regions(catalog, [image]):
+            region[...] = values[key][box]
+        tensors_to(image)
+    ckpt = Checkpointer(url, cache="off", timeout_s=30)
+    ckpt.register(placement=placement, tensors=found)
+    step = ckpt.restore()
+    if write:
+        ckpt.on_step_end(9)
+        ckpt.save()
+        ckpt.close()
+        return 0
+    ckpt.close()
+    tensors_to(image)
+    wrong = [
+        key for key, region, box in regions(catalog, [image]) if not np.array_equal(region, values[key][box])
+    ]
+    return step, wrong

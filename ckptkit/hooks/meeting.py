@@ -10,12 +10,15 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from ckptkit.errors import CkptError, StoreError, UsageError
+
+FAREWELL_S = 30.0
 
 _made = 0
 
@@ -169,7 +172,15 @@ class Meeting:
         return found["value"]
 
     def close(self) -> None:
-        """Let go of the connections. Rank 0 keeps serving until its process ends, for ranks that are slower."""
+        """End the meeting. Rank 0 serves the store, so it stays until the others have heard all they wait for, or `FAREWELL_S` are over."""
+        with suppress(StoreError):
+            if self.world > 1 and self.lead:
+                until = time.monotonic() + min(self.timeout_s, FAREWELL_S)
+                for rank in range(1, self.world):
+                    while not self._there(f"bye/{rank}") and time.monotonic() < until:
+                        time.sleep(0.02)
+            else:
+                self.flag(f"bye/{self.rank}")
         self._local = threading.local()
 
     def _put(self, key: str, value: bytes) -> None:

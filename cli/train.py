@@ -67,6 +67,7 @@ def train(
     Started again with the same --root it goes on after the newest step there, also in another layout. Ctrl-C saves and
     ends with exit code 5; a loss that is no number ends with 6.
     """
+    from ckptkit.train import launch
     from ckptkit.train.config import Config, override
     from ckptkit.train.loop import Options
     from ckptkit.train.runs import train as run
@@ -79,6 +80,8 @@ def train(
     override(read, {short[name]: value for name, value in given.items() if value is not None})
     override(read, dict(settings))
     summary = run(read, layout, device, Options(quiet=quiet or as_json, profile=profile, fresh=fresh))
+    if (launch.under_torchrun() or (0,))[0]:
+        return  # rank 0 tells it
     last = summary.losses[-1] if summary.losses else None
     if as_json:
         print_json(

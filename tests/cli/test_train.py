@@ -129,3 +129,33 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     assert f"interrupted: stopped after step {steps}: saved to {root}" in told
     again = invoke(*train("--steps", steps + 1, "--root", root, "--layout", "tp=1"))
     assert f"trained from step {steps} to {steps + 1}" in again.stdout, again.output
+
+
+@pytest.mark.long
+def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
+    """One summary for the run; another number of processes than the layout has is told."""
+    base = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "ckptkit",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def run(layout: str) -> subprocess.CompletedProcess[str]:
+        words = map(str, train("--steps", 2, "--layout", layout, "--root", tmp_path / "run"))
+        return subprocess.run(
+            [*base, *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+
+    good, bad = run("dp=2,zero=1"), run("dp=4")
+
+    assert good.returncode == 0, good.stderr
+    assert good.stdout.count("trained from step 0 to 2") == 1
+    assert [step.step for step in ops.steps(str(tmp_path / "run")).steps] == [2]
+    assert bad.returncode != 0
+    assert "layout dp=4 has 4 ranks, torchrun started 2" in bad.stderr

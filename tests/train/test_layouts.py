@@ -68,3 +68,19 @@ def test_what_the_configuration_changes_is_the_same_in_every_layout(tmp_path: Pa
     found = curves(tmp_path, ["tp=1", "tp=2"], steps=3, **setting)
 
     _agree(found["tp=1"][0], found["tp=2"][0])
+
+
+@pytest.mark.long
+def test_a_matrix_may_lie_on_more_than_two_ranks(tmp_path: Path) -> None:
+    """One layer over eight ranks: ranges of the flat buffers are shorter than half a matrix."""
+    setting = {
+        "model__num_hidden_layers": 1,
+        "model__layer_types": ["hybrid"],
+        "model__num_experts": 1,
+        "train__batch": 8,
+    }
+
+    found = curves(tmp_path, ["tp=1", "dp=8,zero=1", "tp=2,dp=4,zero=1"], steps=6, **setting)
+
+    for text in ("dp=8,zero=1", "tp=2,dp=4,zero=1"):
+        _agree(found["tp=1"][0], found[text][0])

@@ -21,6 +21,7 @@ from ckptkit.formats.native_manifest import digests_name, extras_name
 from ckptkit.stores.base import Store
 
 T = TypeVar("T")
+Arrived = Callable[[int], None]
 
 
 class Copy(ABC):
@@ -34,8 +35,8 @@ class Copy(ABC):
         """The content of its `digests` or `extras`. Raises StoreError or FormatError."""
 
     @abstractmethod
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with bytes of the rank file. Raises StoreError or FormatError."""
+    def read_into(self, offset: int, buffer: memoryview, arrived: Arrived) -> None:
+        """Fill `buffer` with bytes of the rank file; `arrived` may be told how many are there already. Raises StoreError or FormatError."""
 
 
 class MappedCopy(Copy):
@@ -49,7 +50,7 @@ class MappedCopy(Copy):
     def small(self, what: str) -> bytes:
         return self._load(what)
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
+    def read_into(self, offset: int, buffer: memoryview, arrived: Arrived) -> None:
         buffer[:] = self.view[offset : offset + buffer.nbytes]
 
 
@@ -66,8 +67,8 @@ class PeerCopy(Copy):
     def small(self, what: str) -> bytes:
         return self._peers.get(self._address, f"{self._path}/{what}")
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        self._peers.read_into(self._address, f"{self._path}/data", offset, buffer)
+    def read_into(self, offset: int, buffer: memoryview, arrived: Arrived) -> None:
+        self._peers.read_into(self._address, f"{self._path}/data", offset, buffer, arrived)
 
 
 class DurableCopy(Copy):
@@ -82,7 +83,7 @@ class DurableCopy(Copy):
     def small(self, what: str) -> bytes:
         return self._store.read({"digests": digests_name, "extras": extras_name}[what](self._name))
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
+    def read_into(self, offset: int, buffer: memoryview, arrived: Arrived) -> None:
         with self._store.open(self._name) as reader:
             reader.readinto(offset, buffer)
 
@@ -127,12 +128,31 @@ def _first(copies: Sequence[Copy], load: Callable[[Copy], T], what: str) -> T:
 
 def wrong_leaves(digests: RankDigests, start: int, data: memoryview) -> Iterator[int]:
     """Leaves wholly inside `data`, which are the bytes from `start` on, that differ from their digests; -1 for the header."""
-    stop = start + data.nbytes
-    for leaf in leaves_in(digests, start, stop):
-        low, high = leaf_range(digests, leaf)
-        inside = start <= low and high <= stop
-        if inside and xxhash.xxh3_128_digest(data[low - start : high - start]) != leaf_digest(digests, leaf):
-            yield leaf
+    check = _Check(digests, start, data)
+    check.arrived(data.nbytes)
+    yield from check.wrong
+
+
+class _Check:
+    """Compares whole leaves inside `data` as they arrive, while they are in the processor's cache."""
+
+    def __init__(self, digests: RankDigests, start: int, data: memoryview) -> None:
+        self.wrong: list[int] = []
+        self._digests, self._start, self._data = digests, start, data
+        self._leaves = leaves_in(digests, start, start + data.nbytes)
+        self._leaf = next(self._leaves, None)
+
+    def arrived(self, nbytes: int) -> None:
+        """The first `nbytes` are there."""
+        while self._leaf is not None:
+            low, high = (at - self._start for at in leaf_range(self._digests, self._leaf))
+            if high > nbytes:
+                return
+            if low >= 0 and xxhash.xxh3_128_digest(self._data[low:high]) != leaf_digest(
+                self._digests, self._leaf
+            ):
+                self.wrong.append(self._leaf)
+            self._leaf = next(self._leaves, None)
 
 
 def widen(digests: RankDigests, start: int, stop: int) -> tuple[int, int]:
@@ -176,8 +196,10 @@ def fill(
             try:
                 for low, high in due:
                     part = buffer[low - start : high - start]
-                    copy.read_into(low, part)
-                    bad += wrong_leaves(digests, low, part)
+                    check = _Check(digests, low, part)
+                    copy.read_into(low, part, check.arrived)
+                    check.arrived(part.nbytes)
+                    bad += check.wrong
             except CkptError as error:
                 told(copy, -2, str(error))
                 faults.append(str(error))

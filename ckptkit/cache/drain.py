@@ -145,24 +145,30 @@ class Drainer:
     def _pieces(
         self, job: _Job, record: SlotRecord, digests: RankDigests, view: memoryview
     ) -> Iterator[memoryview]:
-        """The rank file in pieces of whole leaves, each compared before it is written. Raises CorruptionError."""
-        low = 0
-        while low < record.used:
-            if job.stop.is_set():
-                raise InterruptedRunError("the drain was stopped")
-            high = digests.data_start if low == 0 else min(low + _PIECE, record.used)
-            piece = view[low:high]
-            bad = tuple(wrong_leaves(digests, low, piece))
-            if bad:
-                self._mismatch()
-                self._done(Scrubbed(record.slot, record.seq, bad))
-                raise CorruptionError(
-                    f"leaf {bad[0]} of rank {record.rank} in slot {record.slot} differs from its digest"
-                )
-            self._throttle.take(high - low)
-            yield piece
-            self._moved(high - low)
-            low = high
+        """The rank file in pieces of whole leaves, each compared before it is written, the next while one is written. Raises CorruptionError."""
+        ends = [*range(digests.data_start + _PIECE, record.used, _PIECE), record.used]
+        ranges = list(zip([0, *ends[:-1]], ends, strict=True))
+
+        def check(low: int, high: int) -> tuple[int, ...]:
+            return tuple(wrong_leaves(digests, low, view[low:high]))
+
+        with ThreadPoolExecutor(1, thread_name_prefix="drain-check") as checker:
+            checked = checker.submit(check, *ranges[0])
+            for (low, high), after in zip(ranges, [*ranges[1:], None], strict=True):
+                if job.stop.is_set():
+                    raise InterruptedRunError("the drain was stopped")
+                bad = checked.result()
+                if bad:
+                    self._mismatch()
+                    self._done(Scrubbed(record.slot, record.seq, bad))
+                    raise CorruptionError(
+                        f"leaf {bad[0]} of rank {record.rank} in slot {record.slot} differs from its digest"
+                    )
+                if after is not None:
+                    checked = checker.submit(check, *after)
+                self._throttle.take(high - low)
+                yield view[low:high]
+                self._moved(high - low)
 
 
 assert _PIECE % LEAF == 0

@@ -8,10 +8,12 @@ import contextlib
 import http.client
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ckptkit.errors import FormatError, StoreError
+
+_STEP = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,18 @@ class Peers:
                 raise PeerError(f"{address} ended early in {path}", code=0)
             return data
 
-    def read_into(self, address: str, path: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes from `offset` on. Raises PeerError; the buffer is then undefined."""
+    def read_into(
+        self,
+        address: str,
+        path: str,
+        offset: int,
+        buffer: memoryview,
+        arrived: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        """Fill `buffer` with the bytes from `offset` on. Raises PeerError; the buffer is then undefined.
+
+        `arrived` is told after each MiB or so how many bytes are there: who compares them then finds them in the processor's cache.
+        """
         wanted = f"bytes={offset}-{offset + buffer.nbytes - 1}"
         with self._request(address, path, {"Range": wanted}) as response:
             size = _length(response, address, path)
@@ -79,10 +91,11 @@ class Peers:
                 raise _unexpected(address, path, response, f"{size} bytes for {wanted}")
             done = 0
             while done < size:
-                got = response.readinto(buffer[done:])
+                got = response.readinto(buffer[done : done + _STEP])
                 if not got:
                     raise PeerError(f"{address} ended at byte {offset + done} of {path}", code=0)
                 done += got
+                arrived(done)
 
     def post(self, address: str, path: str, body: bytes) -> bytes:
         """Send a message and give the answer. Raises PeerError."""

@@ -13,7 +13,7 @@ import xxhash
 
 from ckptkit import stores
 from ckptkit.cache.codec import MessageError, decode
-from ckptkit.cache.copies import Copy, DurableCopy, MappedCopy, PeerCopy, digests_of, extras_of
+from ckptkit.cache.copies import Arrived, Copy, DurableCopy, MappedCopy, PeerCopy, digests_of, extras_of
 from ckptkit.cache.durable import NO_INC, DurableRun
 from ckptkit.cache.events import DurableListed
 from ckptkit.cache.fetch import Peers
@@ -229,8 +229,8 @@ class _Late(Copy):
     def small(self, what: str) -> bytes:
         return DurableCopy(stores.open_store(self._url), self._rank).small(what)
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        DurableCopy(stores.open_store(self._url), self._rank).read_into(offset, buffer)
+    def read_into(self, offset: int, buffer: memoryview, arrived: Arrived) -> None:
+        DurableCopy(stores.open_store(self._url), self._rank).read_into(offset, buffer, arrived)
 
 
 def _rows(answer: bytes | None) -> list[dict[str, Any]]:

@@ -297,7 +297,9 @@ class Tmpfs:
             yield view
         finally:
             view.release()
-            whole.close()
+            with contextlib.suppress(BufferError):
+                # An error on its way out holds slices in its frames: whoever lets go of the last one unmaps.
+                whole.close()
 
     def free(self, number: int) -> None:
         """Give a slot's memory back. No process may have it mapped: its mapping would show other pages from then on."""

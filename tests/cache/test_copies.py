@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -73,7 +74,7 @@ class Fake(Copy):
             raise StoreError(f"{self.where} is dead")
         return self.extras if what == "extras" else digests(self.data).to_bytes()
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
+    def read_into(self, offset: int, buffer: memoryview, arrived: Callable[[int], None]) -> None:
         if self.dead:
             raise StoreError(f"{self.where} is dead")
         source = DATA if self.heals and self.reads else self.data

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from ckptkit.errors import CkptError, StoreError, UsageError
+from ckptkit.errors import CkptError, InterruptedRunError, StoreError, UsageError
 
 GRACE_S = 20.0
 """How long other ranks may take to end by themselves after one has failed."""
@@ -72,13 +72,13 @@ def _collect(workers: dict[Connection, Any]) -> list[Any]:
     failure: BaseException | None = None
     deadline = float("inf")
     waiting = set(workers)
-    with _signals_passed_on(list(workers.values())):
+    with _signals_passed_on(list(workers.values())) as asked:
         try:
             while waiting and time.monotonic() < deadline:
                 for pipe in wait(list(waiting), timeout=min(deadline - time.monotonic(), 1.0)):
                     assert isinstance(pipe, Connection)
                     waiting.discard(pipe)
-                    good, value = _answer(pipe, workers[pipe])
+                    good, value = _answer(pipe, workers[pipe], bool(asked))
                     if good:
                         results[pipe] = value
                         continue
@@ -99,11 +99,16 @@ def _collect(workers: dict[Connection, Any]) -> list[Any]:
     return [results[pipe] for pipe in workers]
 
 
-def _answer(pipe: Connection, worker: Any) -> tuple[bool, Any]:
+def _answer(pipe: Connection, worker: Any, asked: bool) -> tuple[bool, Any]:
+    """Whether a worker was done well, and its result or error."""
     try:
         return pipe.recv()
     except EOFError:
         worker.join(GRACE_S)
+        if asked and worker.exitcode in (-signal.SIGTERM, -signal.SIGINT):
+            return False, InterruptedRunError(
+                "interrupted; stopped before training began: nothing was changed"
+            )
         return False, StoreError(
             f"{worker.name} ended without a word (exit code {worker.exitcode}), and the run with it. It was killed, perhaps "
             "for want of memory: look at the system's log, and run the same command again to go on"
@@ -111,7 +116,7 @@ def _answer(pipe: Connection, worker: Any) -> tuple[bool, Any]:
 
 
 @contextmanager
-def _signals_passed_on(workers: list[Any]) -> Iterator[None]:
+def _signals_passed_on(workers: list[Any]) -> Iterator[list[float]]:
     """Ask workers to stop on SIGINT and SIGTERM, which a terminal may have sent them, too; kill them at the next after 1 s."""
     first: list[float] = []
 
@@ -130,7 +135,7 @@ def _signals_passed_on(workers: list[Any]) -> Iterator[None]:
     except ValueError:  # not the main thread: whoever embeds this handles signals
         before.clear()
     try:
-        yield
+        yield first
     finally:
         for known, handler in before.items():
             signal.signal(known, handler)

@@ -96,6 +96,8 @@ class Saves:
         for found in self.node.table.written_by(who.owner):
             if found.version == version and found.state == "WRITING":
                 return [Begun(session, found.slot)]  # asked again, since the answer got lost
+        if call.wait and self.node.table.pick(own_lane(who.local_rank), self.node.record) is None:
+            return [Answer(session, 429, "no free slot")]
         if call.step <= self._last_step.get(who.rank, -1):
             return [Answer(session, 409, f"rank {who.rank} is past step {call.step}")]
         self._last_step[who.rank] = call.step
@@ -106,8 +108,8 @@ class Saves:
         if self.node.decided(version):
             return [*effects, Answer(session, 409, "the save was aborted")]
         save = self.open.setdefault(call.step, Save())
-        if self._gone:
-            effects += self.refuse(call.step, f"rank {min(self._gone)} exited", now)
+        if lost := [rank for rank in self._gone if not self.in_hand(call.step, rank)]:
+            effects += self.refuse(call.step, f"rank {min(lost)} exited", now)
         if save.refusal:
             return [*effects, Answer(session, 409, f"the save was given up: {save.refusal}")]
         if call.nbytes > self.node.table.slot_bytes:

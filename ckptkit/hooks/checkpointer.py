@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 
+from ckptkit import stores
 from ckptkit.errors import CkptError, CorruptionError, StoreError, UsageError
 from ckptkit.hooks import finding, opening
 from ckptkit.hooks.meeting import Meeting
@@ -396,9 +397,19 @@ class Checkpointer:
             self._meeting, found.table.holdings, found.places, found.layout, found.groups(), f"plan/{self._requests}",
             distrusted=frozenset(self._distrusted),
         )  # fmt: skip
+        self._check_space()
         self._saver.table = found.table
         self._saver.adopt(self._plan)
         self._replan = False
+
+    def _check_space(self) -> None:
+        """Raise StoreError where the URL has no room for one step; with a cache it is only said."""
+        free = stores.free_bytes(self.url)
+        if free is not None and free < self._plan.total:
+            why = f"{self.url} has {free:,} bytes free, but a step takes {self._plan.total:,}"
+            if not self._opened.cached:
+                raise StoreError(f"{why}. Free some space, or choose another URL", file=self.url)
+            log.warning("rank=%d %s", self._meeting.rank, why)
 
     def _rejoin(self) -> None:
         """A new epoch of the cache, for a start from nothing."""

@@ -33,6 +33,9 @@ from ckptkit.hooks.loading import direct_rows, load
 from ckptkit.hooks.table import Table
 from ckptkit.stores.base import Store
 
+MEMORY = 128 << 20
+"""Bytes of host buffers that a restore uses beside the tensors."""
+
 WEIGHTS = ("param", "buffer", "master", "ema")
 
 
@@ -109,7 +112,11 @@ def restore_tensors(
         rest[direct.rows] = False
     try:
         done = fill(
-            copies.take(np.flatnonzero(rest)), sources, np.asarray([target.files[0].size], np.int64), sink
+            copies.take(np.flatnonzero(rest)),
+            sources,
+            np.asarray([target.files[0].size], np.int64),
+            sink,
+            memory=MEMORY,
         )
         sink.finish()
     finally:

@@ -317,7 +317,8 @@ class CacheTarget(Target):
     def take(self, step: int, nbytes: int, timeout_s: float) -> HostBuffer:
         until = time.monotonic() + timeout_s
         while True:
-            slot = self.client.begin(step, nbytes)
+            # The last try is one that the other ranks hear of when it fails.
+            slot = self.client.begin(step, nbytes, wait=time.monotonic() < until)
             if not isinstance(slot, Skipped):
                 return self._buffers[slot.number]
             if slot.reason != "busy" or time.monotonic() > until:

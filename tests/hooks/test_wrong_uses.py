@@ -358,6 +358,15 @@ def test_a_cache_that_was_asked_for_must_answer(tmp_path: Path, monkeypatch: pyt
     Checkpointer(str(tmp_path / "run"), cache=socket).close()
 
 
+def test_a_url_without_room_for_a_step_is_refused_at_registration(tmp_path: Path) -> None:
+    """Before the first step, and before any memory is taken."""
+    ckpt = Checkpointer(str(tmp_path), cache="off")
+
+    with pytest.raises(StoreError, match=r"bytes free, but a step takes 70,368,744,"):
+        ckpt.register(tensors=[Held("huge", "param", torch.zeros(1).expand(1 << 44))])
+    ckpt.close()
+
+
 def test_closing_waits_for_the_last_save(tmp_path: Path) -> None:
     """What was started is whole when `close` returns."""
     ckpt, _, _, step = started(tmp_path)

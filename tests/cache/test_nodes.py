@@ -96,6 +96,7 @@ def test_14_a_coordinator_of_an_earlier_epoch_writes_no_manifest(tmp_path: Path)
         assert not list(cluster.durable.glob("step-*/manifest.json"))
 
 
+@pytest.mark.long
 def test_15_two_starts_with_one_epoch(tmp_path: Path) -> None:
     """The first incarnation has it; the second is told, and takes a higher one. Nothing of the two is mixed."""
     with Cluster(tmp_path, nodes=2, ranks=1) as cluster:
@@ -116,6 +117,7 @@ def test_15_two_starts_with_one_epoch(tmp_path: Path) -> None:
             rank.close()
 
 
+@pytest.mark.long
 def test_16_one_step_of_two_epochs_is_two_versions(tmp_path: Path) -> None:
     """The later epoch's is restored, never a mix."""
     with Cluster(tmp_path, nodes=2, ranks=1) as cluster:
@@ -167,6 +169,7 @@ def test_17_a_reader_takes_a_bad_leaf_from_the_copy(tmp_path: Path) -> None:
         assert node.metric("hash_mismatch_total", where="restore") >= 1
 
 
+@pytest.mark.long
 def test_20_a_cell_that_stays_bad_retires_the_slot(tmp_path: Path) -> None:
     """A second bad leaf after a repair: the slot is out of use, and what it held is copied again."""
     with Cluster(tmp_path, nodes=2, ranks=1) as cluster:
@@ -206,6 +209,7 @@ def test_18_a_bit_flipped_on_the_wire_is_fetched_again(tmp_path: Path) -> None:
         assert cluster.restart() == 1
 
 
+@pytest.mark.long
 def test_23_copies_are_given_back_under_pressure_and_own_slots_never(tmp_path: Path) -> None:
     """The level falls and comes back; what ranks have mapped stays."""
     with Cluster(tmp_path, nodes=2, ranks=1) as cluster:
@@ -226,6 +230,7 @@ def test_23_copies_are_given_back_under_pressure_and_own_slots_never(tmp_path: P
         cluster.nodes[1].start()
 
 
+@pytest.mark.long
 def test_25_a_hanging_peer_costs_the_copy_not_the_saves(tmp_path: Path) -> None:
     with Cluster(tmp_path, nodes=2, ranks=1, replicas={"timeout_s": 20.0, "stall_s": 5.0}) as cluster:
         cluster.launch()
@@ -269,6 +274,7 @@ def test_32_another_layout_after_a_node_is_gone(tmp_path: Path) -> None:
         assert cluster.restart(cluster.nodes[:1], per_node=1) == 2
 
 
+@pytest.mark.long
 def test_a_shard_of_a_node_that_left_is_still_read_there(tmp_path: Path) -> None:
     """Two nodes, then one of them: what only the former member has comes from it."""
     with Cluster(tmp_path, nodes=2, ranks=1, replicas={"count": 0}) as cluster:
@@ -333,6 +339,7 @@ def test_04_a_daemon_killed_while_it_drains_goes_on(tmp_path: Path) -> None:
         assert ops.verify(str(folder)).exit_code == 0
 
 
+@pytest.mark.long
 def test_27_a_drain_waits_for_storage_that_is_away(tmp_path: Path) -> None:
     """Failures are counted and tried again; memory's levels do not care."""
     with Cluster(tmp_path, ranks=1, drain=True) as cluster:
@@ -356,6 +363,7 @@ def test_27_a_drain_waits_for_storage_that_is_away(tmp_path: Path) -> None:
         cluster.reach(2, level=3)  # the newest that was asked for; the first was overtaken
 
 
+@pytest.mark.long
 def test_31_a_durable_file_that_is_damaged_is_passed_over(tmp_path: Path) -> None:
     with Cluster(tmp_path, ranks=1, drain=True) as cluster:
         cluster.launch()
@@ -374,6 +382,7 @@ def test_31_a_durable_file_that_is_damaged_is_passed_over(tmp_path: Path) -> Non
         assert cluster.answers[0]["attempts"] == 2
 
 
+@pytest.mark.long
 def test_33_a_step_that_two_epochs_called_bad_is_avoided(tmp_path: Path) -> None:
     """But not when it is the last one left."""
     with Cluster(tmp_path, nodes=2, ranks=1) as cluster:
@@ -401,6 +410,7 @@ def _marks(node: Node) -> list[int]:
     return [mark["epoch"] for mark in json.loads(path.read_text())["marks"]] if path.exists() else []
 
 
+@pytest.mark.long
 def test_a_banned_step_is_not_restored_and_stays_banned(tmp_path: Path) -> None:
     """The operator's ban holds on all nodes, and over the loss of all memory."""
     with Cluster(tmp_path, nodes=2, ranks=1, drain=True) as cluster:
@@ -437,6 +447,7 @@ def test_38_sigterm_drains_the_newest_step(tmp_path: Path) -> None:
         assert cluster.nodes[0].events("newest committed step")[-1]["where"] == "durable"
 
 
+@pytest.mark.long
 def test_38_a_normal_end_drains_too(tmp_path: Path) -> None:
     with Cluster(tmp_path, nodes=1, ranks=1, drain=True) as cluster:
         cluster.launch()
@@ -448,6 +459,7 @@ def test_38_a_normal_end_drains_too(tmp_path: Path) -> None:
         assert ops.latest(str(cluster.durable)).endswith(step_dir(3, 1))
 
 
+@pytest.mark.long
 def test_retention_keeps_the_newest_pins_and_multiples(tmp_path: Path) -> None:
     with Cluster(tmp_path, ranks=1, drain=True) as cluster:
         cluster.config["drain"] = {"keep_last": 2, "keep_every": 4}
@@ -470,6 +482,7 @@ def test_retention_keeps_the_newest_pins_and_multiples(tmp_path: Path) -> None:
         assert {row["step"] for row in node.versions() if row["durable"]} == {4, 5, 7, 8}
 
 
+@pytest.mark.long
 def test_a_step_drained_to_an_object_store_is_whole(tmp_path: Path) -> None:
     """A store without renames: uploads, compared; the manifest last."""
     pytest.importorskip("moto")

@@ -166,6 +166,7 @@ def test_13_a_zombies_slot_is_set_aside_until_it_exits(tmp_path: Path) -> None:
         assert cluster.restart() == 2
 
 
+@pytest.mark.long
 def test_13_a_zombie_is_killed_where_that_is_allowed(tmp_path: Path) -> None:
     slots = {"kill_zombies": True, "zombie_s": 1.0}
     with Cluster(tmp_path, ranks=1, slots=slots) as cluster:
@@ -328,6 +329,7 @@ def test_35_a_second_daemon_is_refused_and_names_the_first(tmp_path: Path) -> No
         cluster.start()
 
 
+@pytest.mark.long
 def test_35_a_process_with_the_number_of_an_earlier_one_adopts_nothing(tmp_path: Path) -> None:
     """The start time tells them apart."""
     with Cluster(tmp_path, ranks=1) as cluster:
@@ -352,6 +354,7 @@ def test_35_a_process_with_the_number_of_an_earlier_one_adopts_nothing(tmp_path:
         )
 
 
+@pytest.mark.long
 def test_saves_of_a_slow_trainer_overlap_with_nothing_lost(tmp_path: Path) -> None:
     """Many steps in a row, slots used again and again; the last is what is restored."""
     with Cluster(tmp_path, ranks=2) as cluster:
@@ -364,6 +367,7 @@ def test_saves_of_a_slow_trainer_overlap_with_nothing_lost(tmp_path: Path) -> No
         assert cluster.nodes[0].metric("commit_total", outcome="commit") >= 2
 
 
+@pytest.mark.long
 def test_nothing_is_in_memory_and_something_was_saved_is_an_error(tmp_path: Path) -> None:
     """A damaged only version is no fresh start by accident; `fresh` allows it."""
     with Cluster(tmp_path, ranks=1, restore_wait_s=3.0) as cluster:
@@ -382,6 +386,7 @@ def test_nothing_is_in_memory_and_something_was_saved_is_an_error(tmp_path: Path
         assert cluster.start(fresh=True) is None
 
 
+@pytest.mark.long
 def test_a_larger_model_gets_larger_slots(tmp_path: Path) -> None:
     """The next epoch's plan counts; what is in memory stays restorable in between."""
     with Cluster(tmp_path, ranks=1) as cluster:

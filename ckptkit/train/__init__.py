@@ -12,6 +12,7 @@ One idea a module, in the order in which a step uses them:
 | `parallel`, `collectives` | process groups of a layout; collectives that carry gradients |
 | `data` | bytes to tokens, in an order that depends on the seed alone |
 | `vocab`, `context`, `cca`, `moe`, `model` | embedding and loss; attention and its context parallelism; experts; a stage |
+| `baseline`, `stages` | a Mixtral-style model, to compare with; which models there are |
 | `pipeline` | micro-batches through the stages |
 | `flat`, `muon`, `optim`, `balance` | buffers of parameters and gradients; Muon; the optimizer; the routers' biases |
 | `trainer`, `loop`, `launch`, `telemetry` | a step; a run; its processes; what it tells |

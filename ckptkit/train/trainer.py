@@ -131,6 +131,8 @@ def check(config: Config, model: Model, layout: Layout) -> None:
             f"a batch of {t.batch} sequences does not divide into dp={layout.dp} shares of micro-batches of "
             f"{t.micro_batch}; make [train] batch a multiple of {layout.dp * t.micro_batch}"
         )
+    if config.checkpoint.init and not config.checkpoint.root:
+        raise UsageError("[checkpoint] init is read by the run's checkpointer; give a root (--root), too")
     if layout.pp > model.layers:
         raise LayoutError(
             f"layout {layout}: pp={layout.pp} stages need as many layers, the model has {model.layers}"

@@ -101,6 +101,7 @@ def test_overrides_are_checked_like_the_file() -> None:
         ("tp=2,etp=2", {}, "training takes etp=1"),
         ("dp=2,zero=3", {}, "training takes zero=0, zero=1"),
         ("dp=2,zero=1:megatron", {}, "training takes zero=0, zero=1"),
+        ("tp=1", {"checkpoint__init": "somewhere"}, "give a root"),
         ("tp=1", {"model__vocab_size": 100}, "vocabulary has 100; it needs 256"),
         ("tp=1", {"model__model_type": "llama"}, "training knows zaya and .* models"),
         ("tp=1", {"model__sliding_window": 0}, "no sliding_window"),

@@ -128,6 +128,23 @@ def test_a_step_loads_in_transformers_and_weights_of_transformers_start_a_run(tm
     assert moved > 1e-3, "the step has changed the model"
 
 
+def test_a_run_starts_from_bfloat16_weights_of_the_original_layout(tmp_path: Path) -> None:
+    """As published checkpoints are: half-layers, experts one by one, every tensor in bfloat16."""
+    config = config_of()
+    judge = judge_of(config)
+    with torch.no_grad():
+        for value in [*judge.parameters(), *(b for name, b in judge.named_buffers() if "balancing" in name)]:
+            value.copy_(value.bfloat16())
+    twin = stage_of(config)
+    copy_values(judge, twin)
+    judge.to(torch.bfloat16).save_pretrained(tmp_path / "hf")
+    ops.reshard(str(tmp_path / "hf"), str(tmp_path / "hub"), to="hub")
+
+    records = continued(tmp_path, [("tp=1", 1)], train__steps=1, checkpoint__init=str(tmp_path / "hub"))
+
+    assert records[0]["loss"] == pytest.approx(_first_loss(config, twin), rel=1e-6)
+
+
 def _first_loss(config: Any, stage: Any) -> float:
     from ckptkit.train import data
 

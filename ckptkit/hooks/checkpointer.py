@@ -22,6 +22,9 @@ from ckptkit.hooks.stopping import Stopper
 from ckptkit.hooks.targets import CacheTarget, Skip
 from ckptkit.hooks.twins import Verdict, line_of
 
+ERROR_S = 60.0
+"""The longest wait for other ranks after an error in the loop."""
+
 _REPLICAS = ("warn", "raise", "outvote", "off")
 
 
@@ -329,6 +332,8 @@ class Checkpointer:
         if self.disabled or self._registered is None or self._closed:
             return
         saver = self._saver
+        # The other ranks may hang in a collective; nobody waits for them as long as in training.
+        self.timeout_s = self._meeting.timeout_s = min(self.timeout_s, ERROR_S)
         unsaved = self._step is not None and (saver.last is None or saver.last.step != self._step)
         unchanged = self._optimizer_steps == self._steps_at_end and self._step != self._restored_step
         try:

@@ -1,4 +1,4 @@
-"""Several nodes with real processes: copies, restores from peers and storage, drains (the number is the row of the failure matrix)."""
+"""Several nodes with real processes: copies, restores from peers and storage, drains (numbers are those of docs/cache/failures.md)."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""One node with real processes: rows of the failure matrix that need no second node (the number is the row's)."""
+"""One node with real processes: faults that need no second node (numbers are those of docs/cache/failures.md)."""
 
 import ast
 import json

@@ -5,7 +5,7 @@ import socket
 
 import click
 
-from ckptkit.cli.common import common
+from ckptkit.cli.common import common, print_json
 from ckptkit.errors import UsageError
 
 
@@ -68,7 +68,6 @@ def supervise(
     Exits 0 when the command ended well, 1 when it was given up or this node left, 5 when it was interrupted.
     """
     import dataclasses
-    import json
 
     from ckptkit.supervise.agent import Job
     from ckptkit.supervise.agent import supervise as run
@@ -91,9 +90,8 @@ def supervise(
     finally:
         records.close()
     if as_json:
-        click.echo(
-            json.dumps({"exit_code": code, "incidents": [dataclasses.asdict(e) for e in records.entries]})
-        )
+        incidents = [dataclasses.asdict(entry) for entry in records.entries]
+        print_json("Supervised", {"exit_code": code, "incidents": incidents})
     else:
         for entry in records.entries:
             click.echo(entry.text(), err=True)

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import jsonschema
 import psutil
 import pytest
 from click.testing import CliRunner
@@ -16,6 +17,7 @@ from click.testing import CliRunner
 import ckptkit
 from ckptkit.cli.main import cli
 from ckptkit.ops.bans import Ban, ban, ban_of, read_bans
+from tests.cli.helpers import SCHEMA
 
 TRAINER = str(Path(__file__).with_name("trainer.py"))
 POLICY = """
@@ -94,8 +96,12 @@ def run(tmp_path: Path, template: str) -> Run:
 
 
 def test_a_run_that_ends_well_is_left_alone(run: Run) -> None:
-    """One start, one end, exit 0; both kinds of log."""
-    assert run.go([], steps=6) == 0
+    """One start, one end, exit 0; both kinds of log, and the same as one JSON object."""
+    command = run.command([], ranks=2, steps=6, policy=POLICY, more=("--json",))
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    found = json.loads(done.stdout)
+    jsonschema.validate(found, {"$ref": "#/$defs/Supervised", "$defs": SCHEMA["$defs"]})
+    assert [entry["kind"] for entry in found["incidents"]] == run.kinds()
 
     assert run.kinds() == ["start", "finished"]
     assert "holds no step yet" in run.log()[0]["detail"]

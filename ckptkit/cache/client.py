@@ -201,8 +201,12 @@ class CacheClient:
 
     # ── saving ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def begin(self, step: int, nbytes: int) -> Slot | Skipped:
-        """A slot to write this rank's file of `step` into, or why this save is skipped. Takes 50 ms at most."""
+    def begin(self, step: int, nbytes: int, *, wait: bool = False) -> Slot | Skipped:
+        """A slot to write this rank's file of `step` into, or why this save is skipped. Takes 50 ms at most.
+
+        Args:
+            wait: Where no slot is free (`busy`), the step is not given up: this rank asks again.
+        """
         lane = self._lane
         if lane is None:
             return self._skip("stale", "this rank has no slots")
@@ -210,9 +214,11 @@ class CacheClient:
             return self._skip("fenced", "a newer incarnation of the job runs")
         try:
             found = self._connection.call(
-                "begin", step=step, bytes=nbytes, skipped=self._news(), deadline_s=self._begin_s
+                "begin", step=step, bytes=nbytes, wait=wait, skipped=self._news(), deadline_s=self._begin_s
             )
         except StoreError as error:
+            if wait and error.facts.get("code") == 429:
+                return Skipped("busy", str(error.facts.get("detail", error)))
             return self._skip_for(error)
         self._told_skipped = dict(self.skipped)
         number = found.fields.get("slot")
@@ -446,9 +452,8 @@ class CacheClient:
     def _skip_for(self, error: StoreError) -> Skipped:
         if isinstance(error, RefusedError):
             code = int(error.facts.get("code") or 0)
-            reason = {409: "fenced" if self.fenced else "aborted", 410: "stale", 413: "too_big"}.get(
-                code, "refused"
-            )
+            known = {409: "fenced" if self.fenced else "aborted", 410: "stale", 413: "too_big", 425: "restoring", 429: "busy"}
+            reason = known.get(code, "refused")
             return self._skip(reason, str(error.facts.get("detail", error)))
         return self._skip("away", str(error))
 

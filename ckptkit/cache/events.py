@@ -43,10 +43,14 @@ class Join:
 
 @message
 class Begin:
-    """A slot for this rank's shard of `step`. Answered by `Begun`; 429 busy, 413 too big, 425 before the restore ended, 409."""
+    """A slot for this rank's shard of `step`. Answered by `Begun`; 429 busy, 413 too big, 425 before the restore ended, 409.
+
+    A rank that gets 429 has skipped the step, and all ranks with it, unless it says `wait`: then it asks again.
+    """
 
     step: Count
     nbytes: Count
+    wait: bool = False
 
 
 @message

@@ -20,7 +20,7 @@ class SaveCalls(CallGroup):
     async def _begin(self, session: Session, message: Message) -> Reply:
         fields = message.fields
         self._count_skipped(session, fields.get("skipped", {}))
-        begin = events.Begin(whole(fields, "step"), whole(fields, "bytes", 1))
+        begin = events.Begin(whole(fields, "step"), whole(fields, "bytes", 1), fields.get("wait") is True)
         answer = self.called(session, begin)
         if isinstance(answer, Begun):
             record = self.d.node.table[answer.slot]
@@ -28,7 +28,7 @@ class SaveCalls(CallGroup):
             self.d.notes.begun(record.version, begin.nbytes)
             self.d.notes.skipped_in_row.pop(session.number, None)
             return Reply({"slot": answer.slot, "step": begin.step})
-        if isinstance(answer, Answer) and answer.code in (413, 429):
+        if isinstance(answer, Answer) and answer.code in (413, 429) and not begin.wait:
             row = self.d.notes.skipped_in_row
             row[session.number] = row.get(session.number, 0) + 1
             self.d.metrics.save_skipped.labels("busy" if answer.code == 429 else "too_big").inc()

@@ -1,4 +1,4 @@
-"""A cluster on one machine for tests: real daemons (one process a node), light ranks (`trainer.py`), a proxy between nodes.
+"""A cluster on one machine: real daemons (one process a node), light ranks (`rank.py`), a proxy between nodes.
 
     with Cluster(tmp_path, nodes=2, ranks=2) as cluster:
         cluster.launch()                      # processes of all ranks
@@ -6,7 +6,7 @@
         cluster.save(1)
         cluster.nodes[0].kill()               # and so on
 
-Times are scaled by `SCALE`; `wait_for` polls a condition and fails with the logs' tails, so that no test depends on a time.
+Times are scaled by `SCALE`; `wait_for` polls a condition and fails with the logs' tails, so that nothing depends on a time.
 """
 
 import json
@@ -65,6 +65,8 @@ class Node:
         self.config_path = self.base / "cache.toml"
         self.port = cluster.proxy.add(self.name, self.host)
         self.process: Child | None = None
+        self.environment: dict[str, str] = {}
+        """Of its daemon, when it is started: faults of `inject.program`, for example."""
 
     def write_config(self) -> None:
         cluster = self.cluster
@@ -94,7 +96,7 @@ class Node:
         with self.log_path.open("ab") as log, open(os.devnull, "rb") as null:
             arguments = ("--config", str(self.config_path), *arguments)
             self.process = Nursery.shared().start(
-                "daemon", arguments, null.fileno(), log.fileno(), log.fileno()
+                "daemon", arguments, null.fileno(), log.fileno(), log.fileno(), self.environment
             )
         if wait:
             self.wait_serving()
@@ -237,7 +239,7 @@ class RankProcess:
         ours_out, theirs_out = os.pipe()
         with self._errors.open("ab") as errors:
             self.process = Nursery.shared().start(
-                "rank", [json.dumps(given)], theirs_in, theirs_out, errors.fileno()
+                "rank", [json.dumps(given)], theirs_in, theirs_out, errors.fileno(), cluster.environment
             )
         os.close(theirs_in)
         os.close(theirs_out)
@@ -314,7 +316,7 @@ class Cluster:
         nodes, ranks: Daemons, and ranks on each.
         domains: Failure domain of each node.
         drain: Whether there is a durable run, in a folder of `tmp_path`.
-        options: For every rank (`trainer.Rank`): `shapes`, `digests`.
+        options: For every rank (`rank.Rank`): `shapes`, `digests`.
         config: Sections and keys of `cache.toml`.
     """
 
@@ -332,6 +334,9 @@ class Cluster:
         self.nodes = [Node(self, number) for number in range(nodes)]
         self.ranks: list[RankProcess] = []
         self.epoch, self.inc = 0, ""
+        self.environment: dict[str, str] = {}
+        """Of ranks, when they are started."""
+        self.answers: list[dict[str, Any]] = []
         if tls:
             self._make_certs()
 
@@ -395,7 +400,8 @@ class Cluster:
             rank.tell("start", members=members, epoch=self.epoch, inc=self.inc, fresh=fresh)
         answers = [rank.answer(timeout_s) for rank in self.ranks]
         steps = {answer["step"] for answer in answers}
-        assert len(steps) == 1, f"ranks restored different steps: {answers}"
+        if len(steps) > 1:
+            raise Failed(f"ranks restored different steps: {answers}")
         self.answers = answers
         return steps.pop()
 
@@ -415,13 +421,12 @@ class Cluster:
     def save(self, step: int, level: int = 1) -> None:
         """Save a step on all ranks and wait until it has a level."""
         answers = self.all("save", step=step, tries=100)
-        assert all(answer.get("sealed") for answer in answers), (
-            f"step {step}: {answers}\n{self.nodes[0].tail()}"
-        )
+        if not all(answer.get("sealed") for answer in answers):
+            raise Failed(f"step {step}: {answers}\n{self.nodes[0].tail()}")
         self.reach(step, level)
 
     def reach(self, step: int, level: int = 1) -> None:
         reached = self.ranks[0].do("wait", step=step, level=level, timeout=PATIENCE_S / 2)["reached"]
-        assert reached, f"step {step} did not reach level {level}\n" + "\n".join(
-            node.tail() for node in self.nodes
-        )
+        if not reached:
+            tails = "\n".join(node.tail() for node in self.nodes)
+            raise Failed(f"step {step} did not reach level {level}\n{tails}")

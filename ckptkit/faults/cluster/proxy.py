@@ -94,6 +94,8 @@ class Proxy:
         self._links.add(link)
         try:
             await asyncio.gather(self._pump(reader, back, source), self._pump(there, writer, to))
+        except asyncio.CancelledError:
+            pass  # the proxy is closed
         finally:
             self._links.discard(link)
             writer.transport.abort()

@@ -1,7 +1,7 @@
 """A rank of a job without a model: numpy arrays whose values follow from the step, saved through the cache and checked at every restore.
 
-Run as a program it obeys commands, one JSON object a line on standard input, and answers each with one line on standard output; so that a
-test can stop it anywhere. `{"do": "run", …}` trains by itself until it is done.
+Run as a program it obeys commands, one JSON object a line on standard input, and answers each with one line on standard output; so that it
+can be stopped anywhere. `{"do": "run", …}` trains by itself until it is done.
 
     {"do": "start", "members": [...], "epoch": 1, "inc": "…"}   join and restore; answers with the step, after every value was compared
     {"do": "save", "step": 7}                                   begin, write, seal
@@ -29,6 +29,7 @@ from ckptkit.core.shards import shards
 from ckptkit.formats.native import NativeFormat
 from ckptkit.formats.native_manifest import INDEX, about, extras_bytes
 from ckptkit.formats.reference import Truth, leaf_digests, random_values, regions, stored_truth
+from ckptkit.stores.base import Store
 
 SHAPES = {
     "w": ((512, 1024), "float32"), "b": ((300,), "float32"), "e": ((7, 64, 64), "bfloat16"), "one": ((1,), "float32"),
@@ -92,35 +93,48 @@ class Model:
         return {coordinate_name(self.layout, self.rank): {"rng": [step, self.rank]}}
 
 
-def check(store: LocatedStore, truth: Truth, step: int) -> int:
-    """Compare every element and the extras of a located checkpoint with what was saved; gives the number of pieces. Raises AssertionError."""
+class WrongError(Exception):
+    """A restore gave other bytes or extras than were saved, and did not notice."""
+
+
+def check(store: Store, truth: Truth, step: int) -> int:
+    """Compare every element and the extras of a checkpoint with what was saved; gives the bytes of its rank files.
+
+    Raises:
+        WrongError: something differs, although the store gave it as good.
+        CkptError: the store itself found something wrong.
+    """
     catalog = NativeFormat().read(store)
     files = []
     for number, file in enumerate(catalog.files):
         data = bytearray(file.size)
         with store.open(file.path) as reader:
             reader.readinto(0, memoryview(data))
-        assert catalog.leaves is not None
-        found = catalog.leaves(number)
-        assert found is not None
-        assert (leaf_digests(bytes(data), file.data_start).digests == found.digests).all(), (
-            f"{file.path} differs from its digests"
-        )
+        found = catalog.leaves(number) if catalog.leaves is not None else None
+        if found is None:
+            raise WrongError(f"{file.path} has no digests")
+        if (leaf_digests(bytes(data), file.data_start).digests != found.digests).any():
+            raise WrongError(f"{file.path} differs from its digests")
         files.append(data)
     values = random_values(truth.tensors, truth.held, step)
     seen = {key: np.zeros(array.shape, bool) for key, array in values.items()}
-    count = 0
     for key, region, box in regions(catalog, files):
-        assert np.array_equal(region, values[key][box]), f"{key} {box} at step {step} is not what was saved"
+        if not np.array_equal(region, values[key][box]):
+            raise WrongError(f"{key} {box} at step {step} is not what was saved")
         seen[key][box] = True
-        count += 1
-    assert all(array.all() for array in seen.values()), "elements are missing"
-    assert catalog.step == step, f"the catalog says step {catalog.step}, not {step}"
-    assert catalog.extras.common == {"step": step, "loader": {"position": step * 17}}, catalog.extras.common
+    if not all(array.all() for array in seen.values()):
+        raise WrongError(f"elements are missing at step {step}")
+    if catalog.step != step:
+        raise WrongError(f"the catalog says step {catalog.step}, not {step}")
+    if catalog.extras.common != {"step": step, "loader": {"position": step * 17}}:
+        raise WrongError(f"extras at step {step} are {catalog.extras.common}")
     for name, value in catalog.extras.by_coordinate.items():
         rank = int(name.rpartition("dp=")[2])
-        assert value == {"rng": [step, rank]}, (name, value)
-    return count
+        if value != {"rng": [step, rank]}:
+            raise WrongError(f"extras of {name} at step {step} are {value}")
+    if len(catalog.extras.by_coordinate) != len(files):
+        raise WrongError(f"extras of {sorted(catalog.extras.by_coordinate)} only, of {len(files)} ranks")
+    return sum(map(len, files))
 
 
 class Rank:
@@ -167,32 +181,35 @@ class Rank:
         return self.restore(timeout)
 
     def restore(self, timeout: float = 60.0, **_: Any) -> dict[str, Any]:
-        attempts, why = 0, ""
-        sources: dict[str, int] = {}
+        """Restore; the answer says what was compared, and what was wrong although the cache gave it as good."""
+        found: dict[str, Any] = {"attempts": 0, "bytes": 0, "wrong": [], "passed_over": [], "sources": {}}
         while True:
             located = self.client.locate(timeout)
-            attempts, why = attempts + 1, ""
+            found["attempts"] += 1
+            why = ""
             if located is not None:
-                why, sources = self._load(located)
+                why = self._load(located, found)
             if self.client.report(not why, why, timeout):
-                step = located.step if located is not None else None
-                return {
-                    "step": step,
-                    "epoch": located.epoch if located else None,
-                    "attempts": attempts,
-                    "sources": sources,
-                }
+                step, epoch = (located.step, located.epoch) if located is not None else (None, None)
+                return {**found, "step": step, "epoch": epoch}
 
-    def _load(self, located: Located) -> tuple[str, dict[str, int]]:
+    def _load(self, located: Located, found: dict[str, Any]) -> str:
+        """Why this rank cannot use the version; empty where it can."""
         with LocatedStore(self.client, located) as store:
             try:
-                check(store, self.model.truth, located.step)
+                found["bytes"] += check(store, self.model.truth, located.step)
+                return ""
+            except WrongError as error:
+                found["wrong"].append(str(error))
+                return str(error)
             except Exception as error:  # noqa: BLE001  (whatever it is, this rank cannot use the version)
-                return f"{type(error).__name__}: {error}", dict(store.bytes_from)
-            return "", dict(store.bytes_from)
+                found["passed_over"].append(f"step {located.step}: {type(error).__name__}: {error}")
+                return found["passed_over"][-1]
+            finally:
+                found["sources"] = dict(store.bytes_from)
 
-    def begin(self, step: int, **_: Any) -> dict[str, Any]:
-        slot = self.client.begin(step, self.model.nbytes)
+    def begin(self, step: int, wait: bool = False, **_: Any) -> dict[str, Any]:
+        slot = self.client.begin(step, self.model.nbytes, wait=wait)
         if isinstance(slot, Skipped):
             return {"skipped": slot.reason, "detail": slot.detail}
         self.slots[step] = slot
@@ -241,11 +258,11 @@ class Rank:
 
     def save(self, step: int, tries: int = 1, **_: Any) -> dict[str, Any]:
         """Save; while every slot is busy try again, `tries` times in all."""
-        for _number in range(tries):
-            found = self.begin(step)
-            if found.get("skipped") != "busy":
+        for left in reversed(range(tries)):
+            found = self.begin(step, wait=left > 0)
+            if found.get("skipped") != "busy" or not left:
                 break
-            time.sleep(0.1)
+            time.sleep(0.05)
         if "skipped" in found:
             return found
         self.write(step)
@@ -294,7 +311,7 @@ def main() -> None:
             break
         try:
             answer = getattr(rank, command.pop("do"))(**command)
-        except Exception as error:  # noqa: BLE001  (the test judges)
+        except Exception as error:  # noqa: BLE001  (who asked judges)
             answer = {
                 "error": f"{type(error).__name__}: {error}",
                 "code": getattr(error, "facts", {}).get("code"),

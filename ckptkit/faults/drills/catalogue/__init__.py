@@ -1,0 +1,5 @@
+"""All drills. Importing this fills `base.DRILLS`."""
+
+from ckptkit.faults.drills.catalogue import processes
+
+__all__ = ["processes"]

@@ -42,6 +42,17 @@ def asking(command: F) -> F:
     return command
 
 
+def needs(*modules: str) -> None:
+    """Raise UsageError where a library of the `cache` extra is not installed. Commands that only ask a daemon need none."""
+    from importlib.util import find_spec
+
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        raise UsageError(
+            f"{', '.join(missing)} is not installed; the daemon needs it: pip install 'ckptkit[cache]'"
+        )
+
+
 @contextmanager
 def daemon(job: str, socket: str | None) -> Iterator["CacheClient"]:
     """A connection to a daemon of this node. Raises UsageError where it is not clear which one, AwayError where none answers."""

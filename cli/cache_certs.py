@@ -3,6 +3,7 @@
 import click
 
 from ckptkit.cli import show
+from ckptkit.cli.cache_asking import needs
 from ckptkit.cli.common import common, print_json
 from ckptkit.cli.values import PLACE
 
@@ -29,6 +30,7 @@ def certs() -> None:
 @common
 def ca(folder: str, job: str, days: float, as_json: bool) -> None:
     """Write ca.pem and ca.key to FOLDER, which only you can read."""
+    needs("cryptography")
     from ckptkit.cache.certs import make_ca
 
     make_ca(folder, job, days=days)
@@ -55,6 +57,7 @@ def ca(folder: str, job: str, days: float, as_json: bool) -> None:
 @common
 def node(folder: str, node: str, hosts: tuple[str, ...], days: float, as_json: bool) -> None:
     """Write NODE.pem and NODE.key, signed by the CA in FOLDER."""
+    needs("cryptography")
     from ckptkit.cache.certs import make_cert
     from ckptkit.cache.config import NODE
     from ckptkit.errors import UsageError

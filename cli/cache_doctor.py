@@ -3,6 +3,7 @@
 import click
 
 from ckptkit.cli import show
+from ckptkit.cli.cache_asking import needs
 from ckptkit.cli.common import common, print_json
 from ckptkit.cli.values import PLACE
 
@@ -19,6 +20,7 @@ def doctor(path: str, as_json: bool) -> None:
 
     Exits 1 where something is an error. Run it on every node, as the user of the job.
     """
+    needs("aiohttp", "cryptography")
     from ckptkit.cache.config import load_config
     from ckptkit.cache.doctor import examine
 

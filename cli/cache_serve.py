@@ -4,6 +4,7 @@ import asyncio
 
 import click
 
+from ckptkit.cli.cache_asking import needs
 from ckptkit.cli.values import PLACE
 
 
@@ -23,6 +24,7 @@ def serve(path: str, discard: bool) -> None:
 
     The log goes to standard error, a JSON object a line.
     """
+    needs("aiohttp", "cryptography", "prometheus_client")
     from ckptkit.cache.config import load_config
     from ckptkit.cache.daemon import Daemon
 

@@ -6,6 +6,7 @@ by the next copy without the reader noticing, and counted. Reads are widened to 
 """
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
@@ -42,6 +43,7 @@ class LocatedStore(Store):
         self.url = f"cache:{located.epoch}-{located.step}"
         self.bytes_from: Counter[str] = Counter()
         self.faults: list[str] = []
+        self._opened = time.monotonic()
         self.version = Version(located.epoch, located.step, located.inc)
         tls, lane = client.info().tls, client.lane
         caller = Caller(client.info().job, lane.epoch if lane else 0, lane.inc if lane else "0" * 32)
@@ -164,6 +166,8 @@ class LocatedStore(Store):
         self._peers.close()
         mismatches = sum("differs from its digest" in fault for fault in self.faults)
         facts = {f"restore_bytes_{kind}": float(count) for kind, count in self.bytes_from.items()}
+        for kind, _ in self.bytes_from.most_common(1):
+            facts[f"restore_seconds_{kind}"] = time.monotonic() - self._opened
         self.client.note(**facts, restore_mismatch=float(mismatches))
         for number in list(self._mapped):
             del self._mapped[number]

@@ -9,7 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from ckptkit import ops
+from ckptkit.cli.cache_asking import needs
 from ckptkit.cli.main import cli
+from ckptkit.errors import UsageError
 from ckptkit.faults.cluster.nodes import Cluster, wait_for
 from ckptkit.formats.native import step_dir
 from tests.cli.helpers import SCHEMA
@@ -187,3 +189,8 @@ def test_ban_and_evict(cluster: Cluster) -> None:
         cluster,
     )
     assert cluster.restart() == 1
+
+
+def test_without_the_extra_it_is_said_what_to_install() -> None:
+    with pytest.raises(UsageError, match=r"pip install 'ckptkit\[cache\]'"):
+        needs("json", "no_such_library")

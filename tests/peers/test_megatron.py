@@ -114,7 +114,16 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return Samples()
 
 
-@pytest.mark.parametrize("name", LOADED)
+OFTEN = (
+    "full to stages", "buckets to tensor parallel", "experts to legacy", "legacy to stages", "legacy whole to distributed",
+    "stages to stages",
+)  # fmt: skip
+"""Every form, format and kind of model once; the rest are long."""
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.long) for n in LOADED]
+)
 def test_megatron_loads_what_it_saved_after_any_reshard(
     name: str, samples: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -153,7 +162,7 @@ def test_state_that_megatron_itself_shifted_is_refused(samples: dict[str, Path],
         ops.inspect(str(tmp_path / "shifted"))
 
 
-@pytest.mark.parametrize("kind", ["split", "fused"])
+@pytest.mark.parametrize("kind", [pytest.param("split", marks=pytest.mark.long), "fused"])
 def test_adapters_beside_the_weights_become_pefts_and_go_back(kind: str, tmp_path: Path) -> None:
     """LoRA adapters that megatron-core stored in Megatron-Bridge's form, sharded by tensor parallelism, become peft's, one for each
     projection; of those that are apart in Megatron too, megatron-core loads every bit again in another layout."""

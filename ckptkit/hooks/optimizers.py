@@ -177,6 +177,27 @@ def force_state(view: OptimizerView) -> None:
     view.optimizer.zero_grad(set_to_none=True)
 
 
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state that a first step would make, as zeros, where there is none yet: for trainers whose state is said one by one.
+
+    Raises UsageError for an optimizer whose state cannot be foreseen.
+    """
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if optimizer.state.get(param):
+                continue
+            specs = foresee(optimizer, group, shard_of(param))
+            if specs is None:
+                raise UsageError(
+                    f"the state of {type(optimizer).__name__} cannot be foreseen: take one step before you register it"
+                )
+            for name, spec in specs.items():
+                if spec.shape is None:
+                    optimizer.state[param][name] = spec.value
+                else:
+                    _make(optimizer, param, name, spec)
+
+
 def state_holdings(view: OptimizerView, params: Mapping[int, Holding], places: Places) -> list[Holding]:
     """State tensors of more than one number as holdings.
 

@@ -22,6 +22,7 @@ import torch
 
 from ckptkit.errors import UsageError
 from ckptkit.hooks.checkpointer import Checkpointer
+from ckptkit.hooks.optimizers import make_state
 from ckptkit.hooks.placement import Held
 
 
@@ -38,6 +39,7 @@ def register(
             f"a DeepSpeed engine with {type(zero).__name__} (ZeRO stage {engine.zero_optimization_stage()}) is not supported: ZeRO-1 and 2 "
             "are. Use engine.save_checkpoint, and `ckptkit reshard` for its files"
         )
+    make_state(zero.optimizer)
     held = list(_partitions(zero))
     things = {**(extras or {}), "deepspeed": _Engine(engine)}
     ckpt.register(model=engine.module, tensors=held, loader=loader, extras=things)

@@ -246,6 +246,9 @@ class Daemon:
     async def _end(self) -> None:
         until = self.now() + self.config.drain.grace_s * self.scale
         if self.run_folder is not None and self.node.record is not None and self.node.trains:
+            # The last save may still be voted on: it is the one that must not be left behind.
+            while self.now() < until and any(not save.refusal for save in self.node.saves.open.values()):
+                await self.wait_change(0.2 * self.scale)
             self.apply(Operator(drain=True))
             while self.now() < until and not self.upkeep.all_durable():
                 await self.wait_change(0.2 * self.scale)

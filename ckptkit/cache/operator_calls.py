@@ -64,7 +64,8 @@ class OperatorCalls(CallGroup):
 
     async def _bye(self, session: Session, message: Message) -> Reply:
         if message.fields.get("drain") is True:
-            self.d.end("the job has ended")
+            if not self.d.stopping:  # said by several ranks, it must not cut the drain short
+                self.d.end("the job has ended")
         else:
             self.d.stopping = self.d.stopping or "the job has ended"
             self.d.end("the job has ended")

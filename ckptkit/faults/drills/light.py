@@ -30,7 +30,9 @@ SHAPES = {
 """0.6 MB: a leaf a rank."""
 LARGE = {"w": ((4096, 1024), "float32"), "b": ((300,), "float32")}
 """16 MB: three leaves a rank, so that copies and drains take a while."""
-QUICK = {"vote_s": 20.0, "restore_wait_s": 15.0}
+QUICK = {"vote_s": 15.0, "restore_wait_s": 15.0}
+SCALE = 0.25
+"""Of every time in the daemons and their clients."""
 
 NODES = tuple(f"node {number}" for number in range(4))
 RANKS = tuple(f"rank {number}" for number in range(8))
@@ -56,7 +58,7 @@ class Light:
         """Saves that the last recovery may have to do again."""
         self._compared = False
         self._left = list(self.plan.faults)
-        given: dict[str, Any] = {**QUICK, "nodes": 4, "ranks": 2, **dict(drill.options)}
+        given: dict[str, Any] = {**QUICK, "nodes": 4, "ranks": 2, "scale": SCALE, **dict(drill.options)}
         given["options"] = {"shapes": given.pop("shapes", SHAPES), "digests": given.pop("digests", False)}
         self.cluster = Cluster(folder, **given)
 

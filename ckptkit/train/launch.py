@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
@@ -148,6 +149,8 @@ def _work(
     try:
         pipe.send((True, main(rank, address, device, *args)))
     except BaseException as error:  # noqa: BLE001 (told to the parent, which raises it)
+        if not isinstance(error, CkptError):
+            error.add_note(f"On rank {rank}:\n{''.join(traceback.format_tb(error.__traceback__))}")
         try:
             pipe.send((False, error))
         except Exception:  # noqa: BLE001 (an error that does not pickle)

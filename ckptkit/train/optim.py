@@ -220,7 +220,7 @@ class Optimizer:
         for run in buffer.runs:
             if run.item.copy:
                 continue
-            for segment in run.item.local.segments:
+            for segment in (s for s in run.item.local.segments if s.box.size):
                 if (
                     not run.item.placement.expert
                     and holders[segment.tensor, segment.box][0] != self.parallel.rank

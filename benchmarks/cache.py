@@ -16,7 +16,6 @@ machine only that says something. Slots take `mib * ranks` on tmpfs, and one slo
 
 import argparse
 import json
-import mmap
 import os
 import shutil
 import signal
@@ -49,7 +48,6 @@ from ckptkit.cache.pull import Puller
 from ckptkit.cache.sealing import Sealing
 from ckptkit.cache.throttle import Gate, Throttle
 from ckptkit.cache.tmpfs import Tmpfs
-from ckptkit.core.catalog import LEAF
 from ckptkit.formats.native_digests import RankDigests
 
 MIB = 1 << 20
@@ -279,6 +277,20 @@ def address(root: Path, process: "subprocess.Popen[bytes]", timeout_s: float = 6
     raise RuntimeError(f"no daemon: {(root / 'log').read_text()[-2000:]}")
 
 
+def scrubbed(host: str, nbytes: int) -> None:
+    """Wait until a daemon has read again what it found at its start."""
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        lines = _ask(host, "/metrics").decode().splitlines()
+        if nbytes <= sum(
+            float(line.rpartition(" ")[2])
+            for line in lines
+            if line.startswith("ckptkit_cache_scrub_bytes_total")
+        ):
+            return
+        time.sleep(0.2)
+
+
 def peer(slots: Slots, shm: Path, rounds: int) -> None:
     record = slots.records[0]
     path = f"{slots.tmpfs.folder}/slots/0000.dat"
@@ -289,6 +301,7 @@ def peer(slots: Slots, shm: Path, rounds: int) -> None:
     port = int(server.stdout.readline())
     slots.tmpfs.close()  # the daemon's now
     with daemon(slots.root) as (process, host):
+        scrubbed(host, slots.ranks * slots.nbytes)
         peers = Peers(Caller(JOB, 0, "0" * 32), None)
         ended: list[Any] = []
         over = threading.Event()
@@ -372,21 +385,19 @@ def save(shm: Path, nbytes: int, rounds: int) -> None:
             room.view(torch.bfloat16)
             for room in torch.empty(nbytes, dtype=torch.uint8).fill_(1).split(2 * MIB)
         ]
-        step = 0
         times: dict[str, list[float]] = {"memcpy": [], "ours": [], "ours-call": []}
-        for number in range(rounds + 3):  # every slot once before
+        for step in range(1, rounds + 4):  # every slot once before
             began = time.perf_counter()
             for view, tensor in zip(views, tensors, strict=True):
                 view.copy_(tensor)
             plain = time.perf_counter() - began
-            step += 1
             began = time.perf_counter()
             ckpt.on_step_end(step)
             ckpt.save()
             call = time.perf_counter() - began
             ckpt.wait()
             assert saver.last is not None and saver.last.error is None, saver.last and saver.last.error
-            if number >= 3:
+            if step > 3:
                 times["memcpy"].append(plain)
                 times["ours"].append(saver.last.copy_s)
                 times["ours-call"].append(call)
@@ -404,7 +415,7 @@ def idle(slots: Slots, seconds: float, rounds: int) -> None:
         began = time.perf_counter()
         process = start_daemon(slots.root)
         host = address(slots.root, process)
-        inventory = _ask(host, f"/v1/inventory")
+        inventory = _ask(host, "/v1/inventory")
         whole.append(time.perf_counter() - began)
         assert len(json.loads(inventory)["shards"]) == slots.ranks
         serving = [
@@ -422,17 +433,7 @@ def idle(slots: Slots, seconds: float, rounds: int) -> None:
     )
     with daemon(slots.root) as (process, host):
         look = psutil.Process(process.pid)
-        until = time.monotonic() + 120
-        while time.monotonic() < until:  # scrubbing what it found first
-            text = _ask(host, "/metrics").decode()
-            scrubbed = sum(
-                float(line.rpartition(" ")[2])
-                for line in text.splitlines()
-                if line.startswith("ckptkit_cache_scrub_bytes_total")
-            )
-            if scrubbed >= slots.ranks * slots.nbytes:
-                break
-            time.sleep(0.5)
+        scrubbed(host, slots.ranks * slots.nbytes)
         before, began = look.cpu_times(), time.monotonic()
         time.sleep(seconds)
         after, passed = look.cpu_times(), time.monotonic() - began

@@ -6,7 +6,9 @@ used again. Nothing here is trusted: callers compare leaves with digests.
 
 import contextlib
 import http.client
+import socket
 import ssl
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -63,7 +65,7 @@ class Peers:
 
     def get(self, address: str, path: str, limit: int = 1 << 30) -> bytes:
         """A whole small answer. Raises PeerError, also where it has more than `limit` bytes."""
-        with self._request(address, path, {}) as response:
+        with self._request(address, path, {}) as (_, response):
             size = _length(response, address, path)
             if response.status != 200 or size > limit:
                 raise _unexpected(address, path, response, f"{size} bytes")
@@ -85,21 +87,19 @@ class Peers:
         `arrived` is told after each MiB or so how many bytes are there: who compares them then finds them in the processor's cache.
         """
         wanted = f"bytes={offset}-{offset + buffer.nbytes - 1}"
-        with self._request(address, path, {"Range": wanted}) as response:
+        with self._request(address, path, {"Range": wanted}) as (connection, response):
             size = _length(response, address, path)
             if response.status != 206 or size != buffer.nbytes:
                 raise _unexpected(address, path, response, f"{size} bytes for {wanted}")
             done = 0
-            while done < size:
-                got = response.readinto(buffer[done : done + _STEP])
-                if not got:
-                    raise PeerError(f"{address} ended at byte {offset + done} of {path}", code=0)
-                done += got
+            for done in _received(connection, response, buffer):
                 arrived(done)
+            if done < size:
+                raise PeerError(f"{address} ended at byte {offset + done} of {path}", code=0)
 
     def post(self, address: str, path: str, body: bytes) -> bytes:
         """Send a message and give the answer. Raises PeerError."""
-        with self._request(address, path, {"Content-Type": "application/json"}, body) as response:
+        with self._request(address, path, {"Content-Type": "application/json"}, body) as (_, response):
             data = response.read(1 << 20)
             if response.status != 200:
                 raise PeerError(
@@ -110,7 +110,7 @@ class Peers:
     @contextlib.contextmanager
     def _request(
         self, address: str, path: str, headers: dict[str, str], body: bytes | None = None
-    ) -> Iterator[http.client.HTTPResponse]:
+    ) -> Iterator[tuple[http.client.HTTPConnection, http.client.HTTPResponse]]:
         try:
             connection, response = self._answer(address, path, headers, body)
         except (OSError, http.client.HTTPException) as error:
@@ -118,7 +118,7 @@ class Peers:
                 f"{address} does not answer {path}: {error or type(error).__name__}", code=0
             ) from error
         try:
-            yield response
+            yield connection, response
             response.read()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
@@ -177,6 +177,34 @@ def _ask(
 ) -> http.client.HTTPResponse:
     connection.request("GET" if body is None else "POST", path, body, headers)
     return connection.getresponse()
+
+
+def _received(
+    connection: http.client.HTTPConnection, response: http.client.HTTPResponse, buffer: memoryview
+) -> Iterator[int]:
+    """Fill `buffer` with a body of its size; gives after each MiB or so how many bytes are there, fewer than all where the peer ended."""
+    done, size, sock = 0, buffer.nbytes, connection.sock
+    if sock is None or isinstance(sock, ssl.SSLSocket):
+        while done < size and (got := response.readinto(buffer[done : done + _STEP])):
+            done += got
+            yield done
+        return
+    # In clear: what came with the header, then one call of the system for each MiB; it wakes us when that is there.
+    early = response.readinto(buffer[: min(len(response.fp.peek()), size)])
+    timeout = sock.gettimeout()
+    sock.settimeout(None)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout or 0.0))
+    done = early
+    while done < size and (got := sock.recv_into(buffer[done:], min(_STEP, size - done), socket.MSG_WAITALL)):
+        done += got
+        yield done
+    if done == size:
+        response.close()
+        sock.settimeout(timeout)
+
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("@ll", int(seconds), round(seconds % 1 * 1e6))
 
 
 def _length(response: http.client.HTTPResponse, address: str, path: str) -> int:

@@ -21,6 +21,7 @@ import mmap
 import os
 import re
 import stat
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,8 @@ class Tmpfs:
     def __init__(self, folder: str, node: str, *, discard: bool = False) -> None:
         self.folder = folder
         self._fds: dict[str, int] = {}
+        self._maps: dict[int, mmap.mmap] = {}
+        self._maps_lock = threading.Lock()
         try:
             os.makedirs(os.path.dirname(folder), mode=0o700, exist_ok=True)
             with contextlib.suppress(FileExistsError):
@@ -285,30 +288,41 @@ class Tmpfs:
 
     @contextlib.contextmanager
     def mapped(self, number: int, nbytes: int, *, writable: bool = False) -> Iterator[memoryview]:
-        """The first `nbytes` of a slot as memory."""
-        fd = self.open_slot(number, writable=writable)
-        try:
-            access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-            whole = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, access)
-        finally:
-            os.close(fd)
-        view = memoryview(whole)
-        try:
-            yield view
-        finally:
-            view.release()
-            with contextlib.suppress(BufferError):
-                # An error on its way out holds slices in its frames: whoever lets go of the last one unmaps.
+        """The first `nbytes` of a slot as memory. Raises OSError.
+
+        A slot stays mapped once it was: to map its pages again for every save costs more than to digest them.
+        """
+        with self._maps_lock:
+            whole = self._maps.get(number)
+            if whole is None or len(whole) < nbytes:
+                fd = self.open_slot(number, writable=True)
+                try:
+                    whole = mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+                finally:
+                    os.close(fd)
+                self._maps[number] = whole
+        if len(whole) < nbytes:
+            raise OSError(errno.EINVAL, f"slot {number} has {len(whole)} bytes, not {nbytes}")
+        view = memoryview(whole)[:nbytes]
+        yield view if writable else view.toreadonly()
+
+    def _unmap(self, number: int) -> None:
+        with self._maps_lock:
+            whole = self._maps.pop(number, None)
+        if whole is not None:
+            with contextlib.suppress(BufferError):  # whoever still reads unmaps it in the end
                 whole.close()
 
     def free(self, number: int) -> None:
         """Give a slot's memory back. No process may have it mapped: its mapping would show other pages from then on."""
+        self._unmap(number)
         for kind in ("json", "digests", "extras", "dat"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"{number:04d}.{kind}", dir_fd=self._fds["slots"])
 
     def release(self, number: int) -> None:
         """Give a slot's memory back, but keep its record. As for `free`, no process may have it mapped."""
+        self._unmap(number)
         for kind in ("digests", "extras", "dat"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"{number:04d}.{kind}", dir_fd=self._fds["slots"])
@@ -320,6 +334,8 @@ class Tmpfs:
 
     def close(self) -> None:
         """Let go of the folder; everything stays."""
+        for number in list(self._maps):
+            self._unmap(number)
         while self._fds:
             os.close(self._fds.popitem()[1])
 

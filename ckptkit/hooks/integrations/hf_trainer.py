@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ckptkit import ops, stores
 from ckptkit.errors import FormatError
 from ckptkit.hooks.checkpointer import Checkpointer
-from ckptkit.hooks.extras import rng_state, set_rng_state, unpack_value
+from ckptkit.hooks.extras import pack_value, rng_state, set_rng_state, unpack_value
 from ckptkit.ops import runs
 
 _MARKER = "ckptkit-resume"
@@ -68,6 +68,14 @@ class CkptKitCallback(TrainerCallback):
             os.replace(temporary, os.path.join(folder, name))
         return folder
 
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The Trainer will warn that the folder of `resume` holds no weights; it asks every model what its own have."""
+        model = kwargs.get("model")
+        if model is not None and not hasattr(model, "_keys_to_ignore_on_save"):
+            model._keys_to_ignore_on_save = None
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -92,8 +100,6 @@ class CkptKitCallback(TrainerCallback):
     ) -> None:
         if self._rng is not None:
             rng, self._rng = self._rng, None
-            from ckptkit.hooks.extras import pack_value
-
             set_rng_state(pack_value(rng, "rng"), None)
 
     def on_step_end(

@@ -107,9 +107,7 @@ def set_rng_state(plain: Any, device: torch.device | None) -> None:
         torch.set_rng_state(state["torch"])
         if "numpy" in state:
             found = state["numpy"]
-            np.random.set_state(
-                (found["kind"], found["keys"], found["at"], found["has"], found["cached"])
-            )
+            np.random.set_state((found["kind"], found["keys"], found["at"], found["has"], found["cached"]))
         if "device" in state and device is not None and device.type == "cuda":
             torch.cuda.set_rng_state(state["device"], device)
     except CkptError:

@@ -60,10 +60,10 @@ class Model:
         ]
         return dict(self.destination.finish(nothing))[INDEX]
 
-    def file(self, step: int) -> bytearray:
-        """This rank's file at a step."""
+    def file(self, step: int, seed: int | None = None) -> bytearray:
+        """This rank's file at a step; `seed` gives other values than those of the step."""
         files = [bytearray(file.size if n == self.rank else 0) for n, file in enumerate(self.catalog.files)]
-        values = random_values(self.truth.tensors, self.truth.held, step)
+        values = random_values(self.truth.tensors, self.truth.held, step if seed is None else seed)
         for key, region, box in self._mine(files):
             region[...] = values[key][box]
         data = files[self.rank]
@@ -97,7 +97,7 @@ class WrongError(Exception):
     """A restore gave other bytes or extras than were saved, and did not notice."""
 
 
-def check(store: Store, truth: Truth, step: int) -> int:
+def check(store: Store, truth: Truth, step: int, seed: int | None = None) -> int:
     """Compare every element and the extras of a checkpoint with what was saved; gives the bytes of its rank files.
 
     Raises:
@@ -116,7 +116,7 @@ def check(store: Store, truth: Truth, step: int) -> int:
         if (leaf_digests(bytes(data), file.data_start).digests != found.digests).any():
             raise WrongError(f"{file.path} differs from its digests")
         files.append(data)
-    values = random_values(truth.tensors, truth.held, step)
+    values = random_values(truth.tensors, truth.held, step if seed is None else seed)
     seen = {key: np.zeros(array.shape, bool) for key, array in values.items()}
     for key, region, box in regions(catalog, files):
         if not np.array_equal(region, values[key][box]):
@@ -144,6 +144,7 @@ class Rank:
         self.rank, self.local_rank, self.world = options["rank"], options["local_rank"], options["world"]
         self.scale = options.get("time_scale", 1.0)
         self.digests = options.get("digests", False)
+        self.by_epoch = options.get("by_epoch", False)  # one step of two epochs differs, so that a mixture is seen
         self.model = Model(self.world, self.rank, options.get("shapes"))
         self.client = CacheClient.connect(
             options["socket"],
@@ -197,7 +198,9 @@ class Rank:
         """Why this rank cannot use the version; empty where it can."""
         with LocatedStore(self.client, located) as store:
             try:
-                found["bytes"] += check(store, self.model.truth, located.step)
+                found["bytes"] += check(
+                    store, self.model.truth, located.step, self._seed(located.step, located.epoch)
+                )
                 return ""
             except WrongError as error:
                 found["wrong"].append(str(error))
@@ -215,9 +218,16 @@ class Rank:
         self.slots[step] = slot
         return {"slot": slot.number}
 
+    def _seed(self, step: int, epoch: int) -> int:
+        return step + 1_000_003 * epoch if self.by_epoch else step
+
+    def _file(self, step: int) -> bytearray:
+        assert self.lane is not None
+        return self.model.file(step, self._seed(step, self.lane.epoch))
+
     def write(self, step: int, part: float = 1.0, flip: int | None = None, **_: Any) -> dict[str, Any]:
         """Copy the file into the slot, or a part of it; `flip` changes a byte afterwards, as a faulty copy would."""
-        data = self.model.file(step)
+        data = self._file(step)
         count = int(len(data) * part)
         self.slots[step].buffer[:count] = data[:count]
         if flip is not None:
@@ -243,7 +253,7 @@ class Rank:
         from ckptkit.formats.native_digests import RankDigests
 
         assert self.lane is not None
-        data = bytes(self.model.file(step))
+        data = bytes(self._file(step))
         file = self.model.catalog.files[self.rank]
         made = RankDigests(
             data_start=file.data_start, data_size=len(data) - file.data_start, header=xxhash.xxh3_128_digest(data[: file.data_start]),

@@ -184,47 +184,53 @@ def _cut(
 
 
 class _Groups:
-    """Hyper-parameters and steps of the optimizers' groups, and the loss scale."""
+    """Hyper-parameters and steps of the optimizers' groups, and the loss scale.
+
+    A layout with expert parallelism has an optimizer for dense parameters and one for experts, another has one for all; so a group is
+    found by what Megatron made it for, not by its number.
+    """
 
     def __init__(self, members: Sequence[Any]) -> None:
         self._members = members
 
     def state_dict(self) -> dict[str, Any]:
-        found = []
+        groups, steps, scaler = [], [], None
         for one in self._members:
-            groups = [
-                {k: v for k, v in group.items() if k != "params" and _is_plain(v)}
-                for group in one.optimizer.param_groups
-            ]
-            steps = {float(state["step"]) for state in one.optimizer.state.values() if "step" in state}
-            scaler = getattr(one, "grad_scaler", None)
-            found.append(
-                {
-                    "groups": groups,
-                    "step": max(steps, default=None),
-                    "scaler": scaler.state_dict() if scaler is not None else None,
-                }
-            )
-        return {"optimizers": found}
+            for group in one.optimizer.param_groups:
+                groups.append({k: v for k, v in group.items() if k != "params" and _is_plain(v)})
+            steps += [float(state["step"]) for state in one.optimizer.state.values() if "step" in state]
+            if getattr(one, "grad_scaler", None) is not None:
+                scaler = one.grad_scaler.state_dict()
+        return {"groups": groups, "step": max(steps, default=None), "scaler": scaler}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if len(state["optimizers"]) != len(self._members):
-            raise UsageError(
-                f"{len(state['optimizers'])} optimizers were saved, {len(self._members)} are there (dense and experts)"
-            )
-        for one, saved in zip(self._members, state["optimizers"], strict=True):
-            for group, plain in zip(one.optimizer.param_groups, saved["groups"], strict=False):
-                group.update(plain)
+        for one in self._members:
+            for group in one.optimizer.param_groups:
+                found = _alike(group, state["groups"])
+                group.update({k: v for k, v in found.items() if k not in _PURPOSE})
             for values in one.optimizer.state.values():
-                if saved["step"] is None or "step" not in values:
+                if state["step"] is None or "step" not in values:
                     continue
                 if isinstance(values["step"], torch.Tensor):
-                    values["step"].fill_(saved["step"])
+                    values["step"].fill_(state["step"])
                 else:
-                    values["step"] = type(values["step"])(saved["step"])
-            scaler = getattr(one, "grad_scaler", None)
-            if scaler is not None and saved["scaler"] is not None:
-                scaler.load_state_dict(saved["scaler"])
+                    values["step"] = type(values["step"])(state["step"])
+            if getattr(one, "grad_scaler", None) is not None and state["scaler"] is not None:
+                one.grad_scaler.load_state_dict(state["scaler"])
+
+
+_PURPOSE = ("is_expert_parallel", "is_decoupled_lr", "wd_mult", "lr_mult")
+"""What Megatron makes a group for, the least telling first."""
+
+
+def _alike(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The saved group that was made for the same; where there is none, for nearly the same."""
+    for left_out in range(len(_PURPOSE)):
+        wanted = _PURPOSE[left_out:]
+        for one in saved:
+            if all(one.get(name) == group.get(name) for name in wanted):
+                return one
+    return {}
 
 
 def _is_plain(value: Any) -> bool:

@@ -42,6 +42,10 @@ class Proxy:
         self.cut |= {frozenset((a, b)) for a in one for b in other if a != b}
         self._loop.call_soon_threadsafe(self._cut_links)
 
+    def reset(self, name: str) -> None:
+        """Cut the connections of a node that are open; new ones may be made."""
+        self._loop.call_soon_threadsafe(self._cut_links, name)
+
     def heal(self) -> None:
         self.cut.clear()
         self.rate.clear()
@@ -73,9 +77,9 @@ class Proxy:
         self._servers.append(server)
         return int(server.sockets[0].getsockname()[1])
 
-    def _cut_links(self) -> None:
+    def _cut_links(self, name: str = "") -> None:
         for a, b, one, other in list(self._links):
-            if frozenset((a, b)) in self.cut:
+            if frozenset((a, b)) in self.cut or name in (a, b):
                 one.transport.abort()
                 other.transport.abort()
 

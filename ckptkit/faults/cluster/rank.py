@@ -144,7 +144,9 @@ class Rank:
         self.rank, self.local_rank, self.world = options["rank"], options["local_rank"], options["world"]
         self.scale = options.get("time_scale", 1.0)
         self.digests = options.get("digests", False)
-        self.by_epoch = options.get("by_epoch", False)  # one step of two epochs differs, so that a mixture is seen
+        self.by_epoch = options.get(
+            "by_epoch", False
+        )  # one step of two epochs differs, so that a mixture is seen
         self.model = Model(self.world, self.rank, options.get("shapes"))
         self.client = CacheClient.connect(
             options["socket"],

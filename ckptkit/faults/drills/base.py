@@ -85,7 +85,15 @@ def drill(
         if unknown or not covers:
             raise ValueError(f"drill {name} covers {unknown or 'nothing'}")
         DRILLS[name] = Drill(
-            name, promise, covers, kind, tuple(menu), function, faults if menu else 0, tuple(options.items()), smoke
+            name,
+            promise,
+            covers,
+            kind,
+            tuple(menu),
+            function,
+            faults if menu else 0,
+            tuple(options.items()),
+            smoke,
         )
         return function
 

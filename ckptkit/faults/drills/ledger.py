@@ -41,13 +41,18 @@ class Ledger:
     def floor(self) -> int:
         """The least step that must be restored now; 0 where nothing need be there."""
         return max(
-            (s for s, level in self.level.items() if level >= self.spared and s not in self.unusable), default=0
+            (s for s, level in self.level.items() if level >= self.spared and s not in self.unusable),
+            default=0,
         )
 
     def restored(self, step: int) -> int:
         """A recovery restored a step: what is above it is gone, and memory must prove itself anew. Gives the saves to do again."""
         redone = self.trained - step
-        self.level = {s: level if level == 3 else 1 for s, level in self.level.items() if s == step or (level == 3 and s < step)}
+        self.level = {
+            s: level if level == 3 else 1
+            for s, level in self.level.items()
+            if s == step or (level == 3 and s < step)
+        }
         if step:
             self.level.setdefault(step, 1)
         self.trained, self.spared = step, 1

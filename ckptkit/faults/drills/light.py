@@ -16,7 +16,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ckptkit.faults.cluster.nodes import Cluster, Failed, Node, RankProcess, wait_for
 from ckptkit.faults.drills.base import Drill
@@ -43,7 +43,7 @@ class Light:
 
     Args:
         folder: Empty; holds nodes' memory and the durable run.
-        options: `shapes`, `digests`, `nodes`, `ranks`, `drain`, and sections of `cache.toml`.
+        drill: Its options may have `shapes`, `digests`, `nodes`, `ranks`, `drain`, `draining` (`[drain]` of `cache.toml`), and its other sections.
     """
 
     def __init__(self, drill: Drill, seed: int, folder: Path) -> None:
@@ -59,8 +59,11 @@ class Light:
         self._compared = False
         self._left = list(self.plan.faults)
         given: dict[str, Any] = {**QUICK, "nodes": 4, "ranks": 2, "scale": SCALE, **dict(drill.options)}
+        draining = given.pop("draining", {})
         given["options"] = {"shapes": given.pop("shapes", SHAPES), "digests": given.pop("digests", False)}
         self.cluster = Cluster(folder, **given)
+        if draining:
+            self.cluster.config["drain"] = dict(draining)
 
     # ── the run ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -94,7 +97,9 @@ class Light:
         self.clock.note("saved", f"step {step} at level {level}")
         self.clock.recovered()
 
-    def all(self, do: str, ranks: Sequence[RankProcess] | None = None, **command: Any) -> list[dict[str, Any]]:
+    def all(
+        self, do: str, ranks: Sequence[RankProcess] | None = None, **command: Any
+    ) -> list[dict[str, Any]]:
         """A command on some ranks at once, for the step that is being saved; the answers, errors included."""
         there = self.ranks if ranks is None else ranks
         for rank in there:
@@ -163,16 +168,29 @@ class Light:
 
     def clique(self, node: Node) -> Node:
         """The node that holds the copies of another: the one whose loss besides takes the last copy in memory."""
-        mine = {record["rank"] for record in node.records().values() if record["state"] == "SEALED" and record["lane"] != "replica"}
+        mine = {
+            record["rank"]
+            for record in node.records().values()
+            if record["state"] == "SEALED" and record["lane"] != "replica"
+        }
         for other in self.nodes:
-            if other is not node and mine & {r["rank"] for r in other.records().values() if r["state"] == "SEALED" and r["lane"] == "replica"}:
+            if other is not node and mine & {
+                r["rank"]
+                for r in other.records().values()
+                if r["state"] == "SEALED" and r["lane"] == "replica"
+            }:
                 return other
         raise Failed(f"no node has copies of {node.name}")
 
     # ── recovery ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def recover(
-        self, nodes: Sequence[Node] | None = None, per_node: int | None = None, *, redone: int = 1, **options: Any
+        self,
+        nodes: Sequence[Node] | None = None,
+        per_node: int | None = None,
+        *,
+        redone: int = 1,
+        **options: Any,
     ) -> int:
         """New processes in a new epoch, from whatever they find; checks it, and gives the step.
 
@@ -223,14 +241,18 @@ class Light:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric over all daemons that run."""
-        return sum(node.metric(name, **labels) for node in self.nodes if node.process is not None and node.process.poll() is None)
+        return sum(
+            node.metric(name, **labels)
+            for node in self.nodes
+            if node.process is not None and node.process.poll() is None
+        )
 
-    def __enter__(self) -> "Light":
+    def __enter__(self) -> Self:
         self.cluster.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self.cluster.__exit__(*error)
+    def __exit__(self, *error: object) -> None:
+        self.cluster.__exit__(kind, error, trace)
 
 
 def _number(target: str) -> int:

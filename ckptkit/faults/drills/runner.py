@@ -19,14 +19,10 @@ from ckptkit.errors import CkptError
 from ckptkit.faults.cluster.nodes import Failed
 from ckptkit.faults.drills.base import Drill, chosen
 from ckptkit.faults.drills.light import Light
-from ckptkit.faults.drills.verdict import Verdict
+from ckptkit.faults.drills.verdict import NotHereError, Verdict
 
 ROOM = 2 << 30
 """Bytes that must be free on tmpfs for drills to use it."""
-
-
-class NotHereError(Exception):
-    """A drill needs what this machine does not have."""
 
 
 def run_drill(drill: Drill, seed: int, shared: str | None = None) -> Verdict:
@@ -62,7 +58,10 @@ def _stage(drill: Drill, seed: int, base: Path, shared: Path) -> Any:
 
 
 def run_all(
-    jobs: Iterable[tuple[Drill, int]], *, parallel: int = 2, tell: Callable[[Verdict], None] = lambda verdict: None
+    jobs: Iterable[tuple[Drill, int]],
+    *,
+    parallel: int = 2,
+    tell: Callable[[Verdict], None] = lambda verdict: None,
 ) -> list[Verdict]:
     """Run many, in processes of their own; the verdicts in the order of the jobs.
 
@@ -84,7 +83,9 @@ def run_all(
                 tell(verdict)
             if len(found) == before:
                 drill, seed = wanted[left[0]]
-                found[left[0]] = Verdict(drill.name, drill.kind, seed, findings=["the process that ran the drill was killed"])
+                found[left[0]] = Verdict(
+                    drill.name, drill.kind, seed, findings=["the process that ran the drill was killed"]
+                )
                 tell(found[left[0]])
     return [found[n] for n in range(len(wanted))]
 

@@ -5,6 +5,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
+class NotHereError(Exception):
+    """A drill needs what this machine does not have."""
+
+
 @dataclass(frozen=True)
 class Event:
     """Something on the timeline.
@@ -67,9 +71,15 @@ class Verdict:
         """One line for people, and one for each finding."""
         recover = "" if self.recover_s is None else f", recovered in {self.recover_s:.1f} s"
         lost = f"{self.steps_lost} interval{'' if self.steps_lost == 1 else 's'} redone"
-        what = self.skipped or f"{lost}{recover}, {self.bytes_verified:,} bytes verified in {self.restores} restores"
+        what = (
+            self.skipped
+            or f"{lost}{recover}, {self.bytes_verified:,} bytes verified in {self.restores} restores"
+        )
         return "\n".join(
-            [f"{self.drill} seed {self.seed}: {self.state}: {what}", *(f"    {line}" for line in self.findings)]
+            [
+                f"{self.drill} seed {self.seed}: {self.state}: {what}",
+                *(f"    {line}" for line in self.findings),
+            ]
         )
 
 

@@ -1,5 +1,5 @@
 """All drills. Importing this fills `base.DRILLS`."""
 
-from ckptkit.faults.drills.catalogue import processes
+from ckptkit.faults.drills.catalogue import memory, processes, protocol, storage, training
 
-__all__ = ["processes"]
+__all__ = ["memory", "processes", "protocol", "storage", "training"]

@@ -19,7 +19,9 @@ def rank_killed_in_copy(stage: Light) -> None:
     step = stage.start_save(write=False)
     stage.all("write", [rank for rank in stage.ranks if rank is not victim], step=step)
     victim.do("write", step=step, part=fault.when)
-    (slot,) = (s for s, r in victim.node.records().items() if r["state"] == "WRITING" and r["rank"] == victim.rank)
+    (slot,) = (
+        s for s, r in victim.node.records().items() if r["state"] == "WRITING" and r["rank"] == victim.rank
+    )
     stage.fault()
     victim.kill()
     stage.all("seal", [rank for rank in stage.ranks if rank is not victim], step=step)
@@ -179,7 +181,9 @@ def daemon_away(stage: Light) -> None:
 
     stage.until(saved, "saving again")
     stage.expect(stage.reached(stage.step), f"step {stage.step} did not commit")
-    stage.expect(node.metric("save_skipped_total", reason="away") >= len(there), "skipped saves were not counted")
+    stage.expect(
+        node.metric("save_skipped_total", reason="away") >= len(there), "skipped saves were not counted"
+    )
     stage.recover()
 
 
@@ -201,7 +205,9 @@ def daemon_hangs(stage: Light) -> None:
     for rank in others:
         rank.raw_answer()
     if others[0].node is not stage.nodes[0] or node is not stage.nodes[0]:
-        stage.expect(not stage.reached(step, timeout_s=1.0, by=others[0].rank), "a step committed without a node")
+        stage.expect(
+            not stage.reached(step, timeout_s=1.0, by=others[0].rank), "a step committed without a node"
+        )
     go_on(node.process.pid)
     for rank in stage.ranks:
         if rank not in others:
@@ -236,7 +242,9 @@ def zombie_rank(stage: Light) -> None:
             stage.expect(node.records()[slot]["state"] == "QUARANTINED", "a zombie's slot was used again")
     finally:
         zombie.close()
-    stage.until(lambda: node.records()[slot]["state"] != "QUARANTINED", "the slot to be free after the zombie's end")
+    stage.until(
+        lambda: node.records()[slot]["state"] != "QUARANTINED", "the slot to be free after the zombie's end"
+    )
     stage.recover(redone=0)
 
 
@@ -255,7 +263,10 @@ def second_daemon(stage: Light) -> None:
         first, node.process = node.process, None
         node.start(wait=False)
         assert first is not None and node.process is not None
-        stage.expect(node.process.wait() == 2 and f"process {first.pid}" in node.tail(), "a second daemon was not refused")
+        stage.expect(
+            node.process.wait() == 2 and f"process {first.pid}" in node.tail(),
+            "a second daemon was not refused",
+        )
         node.process = first
         stage.save()
         return
@@ -269,7 +280,9 @@ def second_daemon(stage: Light) -> None:
     record.write_text(json.dumps(changed))
     stage.fault()
     node.start()
-    stage.until(lambda: node.records()[slot]["state"] == "FREE", "the slot of a process that is gone to be free")
+    stage.until(
+        lambda: node.records()[slot]["state"] == "FREE", "the slot of a process that is gone to be free"
+    )
     stage.expect(stage.recover() == step - 1, "a step that was never sealed was restored")
 
 

@@ -16,6 +16,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 from ckptkit.faults.cluster.nodes import Cluster, Failed, Node, RankProcess, wait_for
@@ -89,6 +90,18 @@ class Light:
         self.ledger.began(self.step)
         self.cluster.save(self.step, level)
         self.acknowledge(self.step, level)
+        return self.step
+
+    def save_again(self) -> int:
+        """Save steps, skipped ones included, until all ranks have reached their daemons again; gives the step."""
+
+        def saved() -> bool:
+            self.step += 1
+            self.ledger.began(self.step)
+            return all(answer.get("sealed") for answer in self.all("save", step=self.step, tries=100))
+
+        self.until(saved, "saving again")
+        self.expect(self.reached(self.step), f"step {self.step} did not commit")
         return self.step
 
     def acknowledge(self, step: int, level: int) -> None:
@@ -251,7 +264,9 @@ class Light:
         self.cluster.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.cluster.__exit__(kind, error, trace)
 
 

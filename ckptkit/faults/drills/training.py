@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 from ckptkit import ops
@@ -313,7 +314,9 @@ class Training:
         self.cluster.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._end_group()
         self.cluster.__exit__(kind, error, trace)
 

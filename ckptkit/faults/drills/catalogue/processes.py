@@ -171,16 +171,7 @@ def daemon_away(stage: Light) -> None:
     answers = stage.all("begin", there, step=stage.step + 1)
     stage.expect(all(a.get("skipped") == "away" for a in answers), f"saves were not skipped: {answers}")
     node.start()
-    stage.step += 1
-    stage.ledger.began(stage.step)
-
-    def saved() -> bool:
-        stage.step += 1
-        stage.ledger.began(stage.step)
-        return all(a.get("sealed") for a in stage.all("save", step=stage.step, tries=100))
-
-    stage.until(saved, "saving again")
-    stage.expect(stage.reached(stage.step), f"step {stage.step} did not commit")
+    stage.save_again()
     stage.expect(
         node.metric("save_skipped_total", reason="away") >= len(there), "skipped saves were not counted"
     )

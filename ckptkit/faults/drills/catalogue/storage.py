@@ -161,12 +161,17 @@ def power_loss_in_drain(stage: Light) -> None:
     why = fuse.missing()
     if why:
         raise NotHereError(why)
-    stage.begin()
     fault = stage.plan.faults[0]
     backing, at = stage.folder / "disk", stage.cluster.durable.parent
     backing.mkdir()
-    at.mkdir(exist_ok=True)
+    for node in stage.nodes:
+        node.stop()
+    shutil.rmtree(at, ignore_errors=True)
+    at.mkdir()
     with fuse.Mount(str(backing), str(at)) as mount:
+        for node in stage.nodes:
+            node.start()
+        stage.begin()
         first = stage.save()
         stage.drain(first)
         second = stage.save()
@@ -211,10 +216,9 @@ def clock_jump(stage: Light) -> None:
     )
     stage.expect(first[0][:13] != first[1][:13], f"the clock did not jump: {first}")
     stage.cluster.environment = environment(clock_s=-float(fault.values["seconds"]), base={})
-    step = stage.save(level=2)
+    stage.save_again()
     stage.recover(redone=0)
-    step = stage.save(level=2)
-    drained(stage, step)
+    drained(stage, stage.save(level=2))
 
 
 def _objects(stage: Light) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptkit.faults.cluster.nodes import Cluster, Failed, Node, RankProcess, wait_for
+from ckptkit.faults.cluster.nodes import Cluster, Failed, Node, RankProcess
 from ckptkit.faults.inject.program import environment
 from ckptkit.faults.inject.storage import Rule
 
@@ -104,13 +104,15 @@ class Chaos:
         self.faults: dict[str, int] = {}
         self.zombies: list[RankProcess] = []
 
-    def run(self, saves: int, until: float = float("inf")) -> None:
-        """Train for so many saves (or until a time). Raises Failed or AssertionError with all that happened before."""
+    def run(self, saves: int, seconds: float = float("inf")) -> None:
+        """Train for so many saves, or for a time, one fault at least. Raises Failed or AssertionError with all that happened before."""
         with self.cluster:
             try:
                 self.cluster.launch()
                 assert self.cluster.start() is None
                 self.safe.epoch = self.cluster.epoch
+                until = time.monotonic() + seconds
+                self.round()
                 while self.saves < saves and time.monotonic() < until:
                     self.round()
             except (Failed, AssertionError, OSError) as error:
@@ -212,7 +214,7 @@ class Chaos:
         """Ranks of earlier epochs that were stopped go on: nothing they do may count."""
         for zombie in self.zombies:
             zombie.kill(signal.SIGCONT)
-            for _ in range(zombie._due):  # noqa: SLF001
+            for _ in range(zombie._due):
                 try:
                     zombie.raw_answer(20.0)
                 except Failed:

@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test lint format test-long test-peers kernels docs bench lock clean
+.PHONY: help setup demo test lint format test-long test-peers explore drills drills-smoke kernels docs bench lock clean
 .DELETE_ON_ERROR:
 
 help:
@@ -21,6 +21,9 @@ help:
 	@echo "make format     let ruff mend what it can"
 	@echo "make test-long  the long tests"
 	@echo "make test-peers the tests against DeepSpeed, megatron-core, zarr and peft, in an environment of their own"
+	@echo "make explore    every schedule of small clusters of the node cache, and every state a crash may leave; long"
+	@echo "make drills     faults put into the real program, all of them, with a report in build/drills.html; up to an hour"
+	@echo "make drills-smoke  a few of them"
 	@echo "make kernels    build all kernels for gfx942 without a GPU, test them in Triton's interpreter"
 	@echo "make docs       the documentation, into site/"
 	@echo "make bench      the benchmarks"
@@ -71,7 +74,17 @@ $(PEERS)/.ready: requirements-peers.lock requirements.lock pyproject.toml
 	@touch $@
 
 test-peers: $(PEERS)/.ready
-	OMP_NUM_THREADS=1 $(PEERS)/bin/python -m pytest -m peers tests/peers
+	OMP_NUM_THREADS=1 $(PEERS)/bin/python -m pytest -m "peers and not long" tests
+
+explore: $(READY)
+	$(PYTEST) -s -m "long or not long" tests/cache/test_exploration.py tests/cache/test_traces.py tests/faults/test_crash_scenarios.py
+
+drills: $(READY)
+	mkdir -p build
+	$(BIN)/ckptkit drill all --seed 1 --report build/drills.html
+
+drills-smoke: $(READY)
+	$(BIN)/ckptkit drill all --seed 1 --smoke
 
 # Triton stays beside the environment, not in it: nothing else may come to depend on it.
 # Where benchmarks/reshard.py writes some 30 GB; a folder on the disk to measure.

@@ -321,7 +321,7 @@ class CacheTarget(Target):
             slot = self.client.begin(step, nbytes, wait=time.monotonic() < until)
             if not isinstance(slot, Skipped):
                 return self._buffers[slot.number]
-            if slot.reason != "busy" or time.monotonic() > until:
+            if slot.reason not in ("busy", "away") or time.monotonic() > until:
                 raise Skip(f"{slot.reason}: {slot.detail}" if slot.detail else slot.reason)
             time.sleep(0.02)
 

@@ -52,8 +52,11 @@ class OperatorCalls(CallGroup):
     async def _ban(self, session: Session, message: Message) -> Reply:
         fields = message.fields
         epoch, step = whole(fields, "epoch"), whole(fields, "step")
-        top = 2**53 - 1
-        ban = Ban(epoch, step + 1, top, top) if fields.get("newer") is True else Ban(epoch, step, epoch, step)
+        ban = Ban(epoch, step, epoch, step)
+        if fields.get("newer") is True:
+            # Up to the present epoch: what a later one saves, after it went back, is not meant.
+            present = self.d.node.epoch
+            ban = Ban(epoch, step + 1, max(epoch, present.epoch if present is not None else 0), 2**53 - 1)
         self.d.log("ban", epoch=epoch, step=step, newer=fields.get("newer") is True)
         self.d.apply(Operator(bans=Bans((ban,))))
         return Reply()

@@ -235,7 +235,7 @@ def _objects(stage: Light) -> None:
     30, "objects", menu=[
         Choice("503", ["store"], values={"seconds": (0.3, 1.0)}), Choice("truncated", ["store"], values={"seconds": (0.3, 1.0)}),
         Choice("silent", ["store"], values={"seconds": (0.3, 1.0)}), Choice("reset", ["store"], values={"seconds": (0.3, 1.0)}),
-    ], nodes=2, ranks=2,
+    ], nodes=2, ranks=2, scale=1.0,
 )  # fmt: skip
 def store_fails(stage: Light) -> None:
     from ckptkit.faults.cluster.objects import s3_server

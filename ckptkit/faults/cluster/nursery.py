@@ -54,14 +54,18 @@ class Child:
 
 
 class Nursery:
-    """The forking process, and requests to it. One for this process: `Nursery.shared()`."""
+    """The forking process, and requests to it. One for this process: `Nursery.shared()`.
+
+    Args:
+        program: Module to run with its arguments, which calls `main`; children are what it is.
+    """
 
     _one: "Nursery | None" = None
 
-    def __init__(self) -> None:
+    def __init__(self, *program: str) -> None:
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ckptkit.faults.cluster.nursery", str(theirs.fileno())], pass_fds=[theirs.fileno()],
+            [sys.executable, "-m", *(program or ("ckptkit.faults.cluster.nursery",)), str(theirs.fileno())], pass_fds=[theirs.fileno()],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         theirs.close()
@@ -74,6 +78,13 @@ class Nursery:
             cls._one = cls()
             atexit.register(cls.fresh)
         return cls._one
+
+    @classmethod
+    def use(cls, *program: str) -> None:
+        """Let the shared one be another program."""
+        cls.fresh()
+        cls._one = cls(*program)
+        atexit.register(cls.fresh)
 
     @classmethod
     def fresh(cls) -> None:
@@ -118,7 +129,7 @@ def main() -> None:
     """The forking side: one request after the other, until the caller's side closes."""
     import ckptkit.cache.daemon  # noqa: F401  (so that the forked need not)
 
-    sock = socket.socket(fileno=int(sys.argv[1]))
+    sock = socket.socket(fileno=int(sys.argv[-1]))
     codes: dict[int, int | None] = {}
     data = b""
     fds: list[int] = []

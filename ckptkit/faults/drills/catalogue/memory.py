@@ -1,8 +1,10 @@
 """Bits that flip in memory and on the wire, links that are slow or cut, memory that is short."""
 
+import mmap
 import urllib.error
 import urllib.request
 from functools import partial
+from unittest.mock import patch
 
 from ckptkit.faults.cluster.nodes import Node
 from ckptkit.faults.drills.base import drill
@@ -295,4 +297,53 @@ def hostile_requests(stage: Light) -> None:
     after = {path: path.stat().st_mtime_ns for path in (node.folder / "slots").iterdir()}
     stage.expect(before == after, "a stranger's request touched a file")
     stage.save(level=2)
+    stage.recover(redone=0)
+
+
+@drill(
+    "Where a driver registers a part of the memory only, that part is undone, copies bounce, and every byte arrives.",
+    24, "memory", menu=[Choice("registration fails", ["driver"], values={"after": (0, 3)})],
+)  # fmt: skip
+def registration_fails(stage: Light) -> None:
+    """There is no driver without a device, so its refusal is played; what answers to it is the hook API's own."""
+    import torch
+
+    from ckptkit.hooks import buffers
+
+    stage.begin()
+    fault = stage.fault()
+    segment = 1 << 16
+    done: list[int] = []
+    undone: list[int] = []
+    good = int(fault.values["after"])
+
+    def register(address: int, nbytes: int) -> int:
+        if len(done) == good:
+            return 1
+        done.append(address)
+        return 0
+
+    def unregister(address: int) -> int:
+        undone.append(address)
+        return 0
+
+    runtime = buffers._Runtime(register, unregister, None)
+    memory = mmap.mmap(-1, 4 * segment)
+    with (
+        patch.object(buffers, "SEGMENT", segment),
+        patch.object(buffers._Runtime, "find", lambda: runtime),
+        patch.object(buffers._Runtime, "_forget", lambda self: None),
+    ):
+        buffer = buffers.HostBuffer(memoryview(memory))
+        mode = buffer.register(torch.device("cuda"))
+    stage.expect(
+        mode == "bounce" and len(done) == good,
+        f"{len(done)} segments were registered, and copies go by {mode}",
+    )
+    stage.expect(undone == done[::-1], f"registered were {done}, undone {undone}")
+    data = stage.random.randbytes(len(memory))
+    buffer.tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    stage.expect(bytes(memory) == data, "bytes that were copied are not in the memory")
+    stage.verdict.bytes_verified += len(data)
+    stage.save()
     stage.recover(redone=0)

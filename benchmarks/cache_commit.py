@@ -119,7 +119,7 @@ class SimNode:
         if to == self.name:
             asyncio.get_running_loop().call_soon(self.apply, Received(message))
         else:
-            self.outbox.send(self.addresses[to], message)
+            self.outbox.send((self.addresses[to],), message)
 
     def join(self, epoch: Epoch) -> None:
         self.addresses = dict(epoch.addresses)

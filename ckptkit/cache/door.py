@@ -48,6 +48,7 @@ class Door:
         self.header_s, self.idle_s, self.most = header_s, idle_s, most
         self.log, self.refused = log, refused
         self.connections: set[Connection] = set()
+        self.by_handler: dict[asyncio.Protocol, Connection] = {}
         self._listening: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
@@ -69,10 +70,9 @@ class Door:
 
     def busy(self, request: web.BaseRequest, busy: bool) -> None:
         """Told when an answer to a request begins and ends."""
-        for connection in self.connections:
-            if connection.handler is request.protocol:
-                connection.watch(not busy)
-                return
+        connection = self.by_handler.get(request.protocol)
+        if connection is not None:
+            connection.watch(not busy)
 
     def turn_away(self, reason: str, peer: object, detail: str = "") -> None:
         self.refused(reason)
@@ -128,6 +128,7 @@ class Connection(asyncio.Protocol):
     def _hand_over(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self.handler = self.door.server()
+        self.door.by_handler[self.handler] = self
         self.handler.connection_made(transport)
         self.watch(True)
         early, self._early = self._early, []
@@ -150,6 +151,7 @@ class Connection(asyncio.Protocol):
         self.door.connections.discard(self)
         self._stop()
         if self.handler is not None:
+            self.door.by_handler.pop(self.handler, None)
             self.handler.connection_lost(exc)
 
     def pause_writing(self) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import aiohttp
 
@@ -35,10 +35,15 @@ class Outbox:
         self._queues: dict[str, deque[bytes]] = {}
         self._senders: dict[str, asyncio.Task[None]] = {}
 
-    def send(self, address: str, message: PeerMessage) -> None:
-        """Send, some time soon, perhaps."""
+    def send(self, addresses: Iterable[str], message: PeerMessage) -> None:
+        """Send to each, some time soon, perhaps."""
+        body = encode(message)
+        for address in addresses:
+            self._enqueue(address, body)
+
+    def _enqueue(self, address: str, body: bytes) -> None:
         queue = self._queues.setdefault(address, deque(maxlen=_MOST))
-        queue.append(encode(message))
+        queue.append(body)
         sender = self._senders.get(address)
         if sender is None or sender.done():
             self._senders[address] = asyncio.get_running_loop().create_task(self._run(address, queue))

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ckptkit.cache import codec
@@ -117,10 +117,9 @@ class Effects:
             case Refuse():
                 pass  # `receive` looks for it
             case Send(to, message):
-                self._send(to, message)
+                self._send((to,), message)
             case Broadcast(message):
-                for node in self.d.node.epoch.ranks if self.d.node.epoch is not None else ():
-                    self._send(node, message)
+                self._send(self.d.node.epoch.ranks if self.d.node.epoch is not None else (), message)
             case HashSlot(slot, seq):
                 self.d.task(self._hash(slot, seq))
             case PullShard():
@@ -163,12 +162,16 @@ class Effects:
         self.d.changed.set()
         self.d.changed = asyncio.Event()
 
-    def _send(self, to: str, message: PeerMessage) -> None:
+    def _send(self, nodes: Iterable[str], message: PeerMessage) -> None:
         self.d.notes.sending(message)
-        if to == self.d.config.node:
-            self.d.loop.call_soon(self.d.deliver, message)
-        elif (address := self.d.address_of(to)) is not None:
-            self.d.outbox.send(address, message)
+        addresses = []
+        for node in nodes:
+            if node == self.d.config.node:
+                self.d.loop.call_soon(self.d.deliver, message)
+            elif (address := self.d.address_of(node)) is not None:
+                addresses.append(address)
+        if addresses:
+            self.d.outbox.send(addresses, message)
 
     def _accepted(self, epoch: Epoch) -> None:
         self.d.coordinator = None

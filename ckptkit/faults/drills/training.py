@@ -279,10 +279,13 @@ class Training:
         self._verify()
 
     def _redone(self, steps: list[int]) -> None:
+        # A save that was given up while training went on is not lost by the recovery.
+        given_up = {line["step"] for node in self.nodes for line in node.events("abort")}
         for before, after in pairwise(steps):
             if after != before + 1:
                 restored = after - 1
-                lost = before // EVERY - restored // EVERY
+                saves = [step for step in range(restored + 1, before + 1) if step % EVERY == 0]
+                lost = len([step for step in saves if step not in given_up])
                 self.verdict.restores += 1
                 self.verdict.steps_lost = max(self.verdict.steps_lost, lost)
                 self.clock.note("restored", f"step {restored} after step {before}")

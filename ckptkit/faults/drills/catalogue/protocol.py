@@ -173,7 +173,8 @@ def zombie_coordinator(stage: Light) -> None:
     stage.save()
     with stage.nodes[0].client() as client:
         client.request("drain")
-    stage.until(lambda: stage.nodes[0].events("manifest not written"), "the refusal")
+    written = stage.cluster.durable / step_dir(1, 1) / "manifest.json"
+    stage.until(lambda: written.exists() or stage.nodes[0].events("manifest not written"), "the refusal")
     stage.expect(not list(stage.cluster.durable.glob("step-*/manifest.json")), "a zombie wrote a manifest")
     stage.recover(redone=0)
 
@@ -306,8 +307,10 @@ def saves_faster_than_copies(stage: Light) -> None:
         stage.expect(_copied(stage, kept), f"step {kept}, the last one with copies, was evicted")
     stage.expect(committed > 0, "no save committed while copies were slow")
     stage.cluster.proxy.heal()
+    # The step that was protected must be there without any one node.
+    stage.lose(stage.nodes[stage.random.randrange(len(stage.nodes))])
+    stage.recover(redone=10)
     stage.save(level=2)
-    stage.recover(redone=0)
 
 
 def _copied(stage: Light, step: int) -> bool:

@@ -119,6 +119,11 @@ def step_folders(run: str) -> list[tuple[int, int, str]]:
     return sorted(found)
 
 
+def has_steps(run: str) -> bool:
+    """Whether a run holds a step, whole or not; False too where there is no such folder. Raises StoreError where the store does not answer."""
+    return stores.is_folder(run) and bool(step_folders(run))
+
+
 def steps(run: str) -> Steps:
     """Every step folder of a run, by structure: names, markers, sizes and headers; no tensor bytes.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ckptkit import ops, stores
+from ckptkit import ops
 from ckptkit.errors import FormatError
 from ckptkit.hooks.checkpointer import Checkpointer
 from ckptkit.hooks.extras import pack_value, rng_state, set_rng_state, unpack_value
@@ -45,7 +45,7 @@ class CkptKitCallback(TrainerCallback):
 
         Raises FormatError where the run holds steps but none that is whole.
         """
-        if not stores.is_folder(self.url) or not runs.step_folders(self.url):
+        if not runs.has_steps(self.url):
             return None
         common = ops.open(self.url).catalog.extras.common
         if "trainer" not in common:

@@ -3,12 +3,13 @@
 python -m tests.faults.drill_bugs NAME FD       # a nursery whose children have the mistake
 """
 
+import dataclasses
 import sys
 from collections.abc import Callable
 
 import pytest
 
-from ckptkit.cache import copies, pull, store
+from ckptkit.cache import config, copies, pull, store
 from ckptkit.cache.durable import DurableRun
 from ckptkit.faults.cluster import nursery
 from tests.cache import mutations
@@ -37,6 +38,11 @@ def extras_not_copied(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(store, "extras_of", lambda sources, digests: sources[0].small("extras"))
 
 
+def device_digests_not_compared(patch: pytest.MonkeyPatch) -> None:
+    real = config.load_config
+    patch.setattr(config, "load_config", lambda path: dataclasses.replace(real(path), hash_verify=False))
+
+
 def later_epochs_not_looked_at(patch: pytest.MonkeyPatch) -> None:
     """Whoever was superseded goes on writing to storage."""
     patch.setattr(DurableRun, "check_epoch", lambda self, epoch, inc=None: None)
@@ -54,10 +60,7 @@ BUGS: dict[str, tuple[Patch, str]] = {
         "saves-faster-than-copies",
     ),
     "a torn slot counts as sealed": (of_protocol(mutations.torn_slot_taken_for_sealed), "second-daemon"),
-    "the manifest comes before all shards": (
-        of_protocol(mutations.manifest_before_all_shards),
-        "daemon-killed-while-draining",
-    ),
+    "a device's digests are not compared": (device_digests_not_compared, "flip-in-copy"),
     "copies count before they are verified": (
         of_protocol(mutations.copies_reported_before_they_are_verified),
         "node-lost-before-copy",

@@ -6,6 +6,7 @@ end of it only at the optimizer's next step. `torch.cuda` serves CUDA and ROCm.
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class DeviceStreams(Streams):
         self.device = device
         self.copies = torch.cuda.Stream(device)
         self.packs = torch.cuda.Stream(device)
+        self.tables = torch.cuda.Stream(device)
         self._packed = [torch.cuda.Event(), torch.cuda.Event()]
         self._taken = [torch.cuda.Event(), torch.cuda.Event()]
         self._bounce = (
@@ -37,6 +39,20 @@ class DeviceStreams(Streams):
         self._arrived = [torch.cuda.Event(), torch.cuda.Event()]
         self._due: list[tuple[int, torch.Tensor, int] | None] = [None, None]
         self._next = 0
+
+    def begin(self) -> None:
+        for stream in (self.packs, self.copies):
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def end(self) -> None:
+        for stream in (self.copies, self.packs):
+            stream.synchronize()
+
+    def making_tables(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self.tables)
+
+    def packing(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self.packs)
 
     def copy(self, copies: HostCopies, buffer: HostBuffer) -> None:
         """Device to host, on the copy stream."""

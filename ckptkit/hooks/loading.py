@@ -4,7 +4,7 @@ For leaves of a rank file that lie in a slot of this node and go to this rank's 
 leaves are read and checked by the host (`ckptkit.engine.fill`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,9 @@ from ckptkit.hooks.holdings import Holding
 from ckptkit.hooks.moving import SHIFTED, Part, Snapshot, Streams
 
 I64 = npt.NDArray[np.int64]
+
+BATCH = 256 * LEAF
+"""Bytes of whole leaves whose copies are enqueued at a time."""
 
 
 @dataclass(frozen=True)
@@ -121,23 +124,46 @@ def load(
     assert source.leaves is not None
     leaves = source.leaves(file)
     assert leaves is not None
-    snapshot = Snapshot(direct.parts, device, found.data_start, found.size - found.data_start, packs=packs)
     expected = torch.from_numpy(np.array(leaves.digests))
-    if device.type == "cuda":
-        streams = DeviceStreams(device, False)
-        for stream in (streams.packs, streams.copies):
-            stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.device(device), torch.cuda.stream(streams.packs):
-            good = snapshot.load(buffer, expected, streams).cpu()
-        streams.copies.synchronize()
-    else:
-        good = snapshot.load(buffer, expected, Streams())
-    wrong = torch.nonzero(~good).flatten().tolist()
+    streams: Streams = DeviceStreams(device, False) if device.type == "cuda" else Streams()
+    streams.begin()
+    begun: list[tuple[Snapshot, torch.Tensor]] = []
+    for parts in _batches(direct.parts, found.data_start):
+        with streams.making_tables():  # of a batch while the one before is copied
+            snapshot = Snapshot(parts, device, found.data_start, found.size - found.data_start, packs=packs)
+            wanted = snapshot.wanted(expected)
+        with streams.packing():
+            begun.append((snapshot, snapshot.load(buffer, wanted, streams)))
+    streams.end()
+    wrong = [
+        int(leaf)
+        for snapshot, good in begun
+        for leaf in snapshot.device_leaves[~good.cpu().numpy().astype(bool)]
+    ]
     if wrong:
-        leaf = int(snapshot.device_leaves[wrong[0]])
         raise CorruptionError(
-            f"leaf {leaf} of {found.path} in {source.where} (and {len(wrong) - 1} more) arrived on {device} otherwise than its digest says",
+            f"leaf {wrong[0]} of {found.path} in {source.where} (and {len(wrong) - 1} more) arrived on {device} otherwise than its digest "
+            "says",
             file=found.path,
-            leaf=leaf,
+            leaf=wrong[0],
         )
-    return len(snapshot.device_leaves)
+    return sum(len(snapshot.device_leaves) for snapshot, _ in begun)
+
+
+def _batches(parts: Sequence[Part], start: int) -> Iterator[list[Part]]:
+    """Parts of whole leaves by some hundred MiB, then all others, whose leaves several of them may share."""
+    batch: list[Part] = []
+    rest: list[Part] = []
+    held = 0
+    for part in parts:
+        if (part.offset - start) % LEAF or part.nbytes % LEAF:
+            rest.append(part)
+            continue
+        batch.append(part)
+        held += part.nbytes
+        if held >= BATCH:
+            yield batch
+            batch, held = [], 0
+    for last in (batch, rest):
+        if last:
+            yield last

@@ -12,6 +12,7 @@ the host computes it from the buffer.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -280,17 +281,16 @@ class Snapshot:
             at += chunk.plan.leaf_count
         self.rest.run(buffer)
 
-    def load(self, buffer: HostBuffer, expected: torch.Tensor, streams: "Streams") -> torch.Tensor:
-        """The other way: fill the tensors from a buffer, and compare what arrived with the file's digests.
+    def wanted(self, expected: torch.Tensor) -> torch.Tensor:
+        """What `load` compares with: those of a file's digests, uint8 `[leaves, 16]` on the CPU, that the device will see."""
+        return expected[torch.from_numpy(self.device_leaves)].to(self.device)
 
-        Args:
-            expected: Digests of all leaves of the file, uint8 `[leaves, 16]`, on the CPU.
+    def load(self, buffer: HostBuffer, wanted: torch.Tensor, streams: "Streams") -> torch.Tensor:
+        """The other way: fill the tensors from a buffer, and compare what arrived with the file's digests (see `wanted`).
 
         Returns:
             bool `[len(device_leaves)]` on the device: whether each leaf is what its digest says. Valid when the streams are done.
         """
-        order = torch.from_numpy(self.device_leaves)
-        wanted = expected[order].to(self.device)
         streams.fill(self.direct, buffer)
         good = []
         count = self.direct_plan.leaf_count if self.direct_plan is not None else 0
@@ -328,6 +328,20 @@ class _Clones:
 
 class Streams:
     """How copies are enqueued. On a CPU they are done at once; `ckptkit.hooks.device` has the form for devices."""
+
+    def begin(self) -> None:
+        """What is enqueued next comes after what the trainer's stream has done."""
+
+    def end(self) -> None:
+        """Wait for all that was enqueued."""
+
+    def making_tables(self) -> AbstractContextManager[Any]:
+        """Where tables are sent to the device, without waiting for copies that are under way."""
+        return nullcontext()
+
+    def packing(self) -> AbstractContextManager[Any]:
+        """Where kernels run."""
+        return nullcontext()
 
     def copy(self, copies: HostCopies, buffer: HostBuffer) -> None:
         copies.run(buffer)

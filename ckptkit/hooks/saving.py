@@ -159,8 +159,9 @@ class Saver:
             self.target.give(buffer, step, "not begun")
             raise
         self.active = self.last = save
-        self._copier.submit(self._copy, save)
+        # The thread that waits comes first: the one that works would keep Python from this thread meanwhile.
         save.result = self._finisher.submit(self._finish, save, finish)
+        self._copier.submit(self._copy, save)
         return save
 
     def fence(self) -> float:

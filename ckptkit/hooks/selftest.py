@@ -108,6 +108,7 @@ def _back(
     data = buffer.memory[START : START + size]
     leaves = b"".join(digest(data[a : a + LEAF]) for a in range(0, size, LEAF))
     expected = torch.from_numpy(np.frombuffer(bytearray(leaves), np.uint8).reshape(-1, 16))
+    wanted = snapshot.wanted(expected)
     kept = [part.source.clone() for part in parts]
     good = torch.zeros(1, dtype=torch.bool)
 
@@ -115,9 +116,9 @@ def _back(
         nonlocal good
         if isinstance(streams, DeviceStreams):
             with torch.cuda.stream(streams.packs):
-                good = snapshot.load(buffer, expected, streams).cpu()
+                good = snapshot.load(buffer, wanted, streams).cpu()
         else:
-            good = snapshot.load(buffer, expected, streams)
+            good = snapshot.load(buffer, wanted, streams)
 
     for part in parts:
         part.source.zero_()

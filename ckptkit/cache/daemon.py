@@ -12,7 +12,8 @@ import signal
 import ssl
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import ckptkit
@@ -51,6 +52,8 @@ from ckptkit.cache.messages import (
     Epoch,
     Inventory,
     PeerMessage,
+    Place,
+    RestoreDecision,
     SlotRecord,
     Version,
 )  # fmt: skip
@@ -339,6 +342,22 @@ class Daemon:
         found = epoch.addresses.get(node) if epoch is not None else None
         return found or self.former.get(node)
 
+    def places(self) -> tuple[Place, ...]:
+        """Where members of earlier epochs are."""
+        return tuple(Place(*item) for item in sorted(self.former.items()))
+
+    def learn(self, places: Iterable[Place]) -> dict[str, str]:
+        """Remember what others know of members of earlier epochs; gives what is new."""
+        members = self.node.epoch.addresses if self.node.epoch is not None else {}
+        new = {
+            place.node: place.address for place in places
+            if place.node not in members and place.node not in self.former and place.node != self.config.node
+        }  # fmt: skip
+        if new:
+            self.former |= new
+            self.tmpfs.write_json("former.json", self.former)
+        return new
+
     def _epoch(self) -> int:
         return self.node.epoch.epoch if self.node.epoch is not None else 0
 
@@ -391,6 +410,8 @@ class Daemon:
                 self.metrics.fenced.inc()
                 return 409, "this node does not coordinate"
         if isinstance(message, TO_NODE):
+            if isinstance(message, RestoreDecision):
+                self.learn(message.former)
             effects += self.node.handle(Received(message), self.now())
         refusals = [effect for effect in effects if isinstance(effect, Refuse)]
         both = isinstance(message, (CopyLost, BanRequest)) and self.coordinator is not None
@@ -439,7 +460,7 @@ class Daemon:
     # ── what the HTTP server asks ────────────────────────────────────────────────────────────────────────────
 
     def inventory(self) -> Inventory:
-        return self.node.inventory()
+        return replace(self.node.inventory(), former=self.places())
 
     def acquire(self, version: Version, rank: int) -> SlotRecord | None:
         return self.node.acquire(version, rank)

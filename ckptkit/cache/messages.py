@@ -232,11 +232,23 @@ class Record:
 
 
 @message
+class Place:
+    """Where a node is."""
+
+    node: NodeId
+    address: Address
+
+
+Places = Annotated[tuple[Place, ...], AtMost(4096)]
+
+
+@message
 class RestoreDecision:
     """What all ranks of an epoch restore, or `error`. `sources[p]` are the places of shard p, unordered
     (`restore.nearest` orders them for a node), `digests[p]` its digest.
 
-    `keep` becomes that of the first record, should all ranks succeed.
+    `keep` becomes that of the first record, should all ranks succeed. `former` says where sources are that are no members: a node that
+    has lost its memory does not know them.
     """
 
     epoch: Count
@@ -250,6 +262,7 @@ class RestoreDecision:
     keep: Version | None = None
     excluded: Annotated[tuple[Version, ...], AtMost(1000)] = ()
     error: Reason = ""
+    former: Places = ()
 
 
 # --- between nodes, and to the coordinator; all carry the sender ----------------------------------------------------------
@@ -381,12 +394,14 @@ class Inventory:
     """Every readable shard of a node. It may be of any epoch; readers verify what they take.
 
     `hashing` counts those that are whole, but whose digests are still being computed: they will be there soon.
+    `former` are the members of epochs before this one that the node remembers: they may have shards, too.
     """
 
     node: NodeId
     shards: Annotated[tuple[Shard, ...], AtMost(100_000)]
     hashing: Count = 0
     bans: Bans = Bans()
+    former: Places = ()
 
 
 ToNode = Record | RestoreDecision | Offer | OfferAnswer | CopyLost | BanRequest

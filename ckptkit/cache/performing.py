@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptkit.cache import codec
@@ -54,6 +55,7 @@ from ckptkit.cache.messages import (
     Inventory,
     Owner,
     PeerMessage,
+    RestoreDecision,
     SlotRecord,
     Version,
 )
@@ -164,6 +166,8 @@ class Effects:
 
     def _send(self, nodes: Iterable[str], message: PeerMessage) -> None:
         self.d.notes.sending(message)
+        if isinstance(message, RestoreDecision):
+            message = replace(message, former=self.d.places())
         addresses = []
         for node in nodes:
             if node == self.d.config.node:
@@ -349,6 +353,11 @@ class Effects:
             if found is not None and found.node != node:
                 self.d.log("another node answers", address=address, expected=node, found=found.node)
                 found = None
+            if found is not None:  # first those of whom this node had lost its memory
+                new = self.d.learn(found.former)
+                await asyncio.gather(*(self._ask_inventory(*item, again=False) for item in new.items()))
+                if coordinator is not self.d.coordinator:
+                    return
             if found is not None or not again:
                 self.d.tell_coordinator(InventoryArrived(node, found))
                 return

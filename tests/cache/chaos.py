@@ -222,6 +222,17 @@ class Chaos:
             zombie.close()
         self.zombies.clear()
 
+    def accounts(self) -> list[str]:
+        """What is left to say after a failure: late answers of ranks, ends of the nodes' logs."""
+        said = []
+        for rank in self.cluster.ranks:
+            try:
+                while rank._due:
+                    said.append(f"rank {rank.rank}: {rank.raw_answer(5.0)}"[:600])
+            except Failed as error:
+                said.append(f"rank {rank.rank}: {error}"[:200])
+        return said + [node.tail() for node in self.cluster.nodes]
+
     def note(self, text: str) -> None:
         self.history.append(f"{time.monotonic():.2f} {text}")
 

@@ -509,3 +509,21 @@ def test_a_step_drained_to_an_object_store_is_whole(tmp_path: Path) -> None:
                 assert ops.latest(f"{url}/job").endswith(step_dir(1, 1))
         finally:
             Nursery.fresh()
+
+
+@pytest.mark.parametrize("replaced", ["coordinator", "other"])
+def test_06_a_node_that_lost_its_memory_learns_where_former_members_are(
+    tmp_path: Path, replaced: str
+) -> None:
+    """Only a node that is no member any more has some shards; one that knows nothing takes part, or decides."""
+    with Cluster(tmp_path, nodes=3, ranks=1, replicas={"count": 0}) as cluster:
+        gone, other, left = cluster.nodes
+        cluster.launch([left, other])
+        cluster.start()
+        cluster.save(1)
+        gone.lose()
+        gone.start()
+
+        members = [gone, other] if replaced == "coordinator" else [other, gone]
+        assert cluster.restart(members) == 1
+        assert all("peer" in answer["sources"] for answer in cluster.answers)

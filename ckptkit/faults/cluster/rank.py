@@ -198,20 +198,21 @@ class Rank:
 
     def _load(self, located: Located, found: dict[str, Any]) -> str:
         """Why this rank cannot use the version; empty where it can."""
-        with LocatedStore(self.client, located) as store:
-            try:
-                found["bytes"] += check(
-                    store, self.model.truth, located.step, self._seed(located.step, located.epoch)
-                )
-                return ""
-            except WrongError as error:
-                found["wrong"].append(str(error))
-                return str(error)
-            except Exception as error:  # noqa: BLE001  (whatever it is, this rank cannot use the version)
-                found["passed_over"].append(f"step {located.step}: {type(error).__name__}: {error}")
-                return found["passed_over"][-1]
-            finally:
-                found["sources"] = dict(store.bytes_from)
+        try:
+            with LocatedStore(self.client, located) as store:
+                try:
+                    found["bytes"] += check(
+                        store, self.model.truth, located.step, self._seed(located.step, located.epoch)
+                    )
+                finally:
+                    found["sources"] = dict(store.bytes_from)
+            return ""
+        except WrongError as error:
+            found["wrong"].append(str(error))
+            return str(error)
+        except Exception as error:  # noqa: BLE001  (whatever it is, this rank cannot use the version)
+            found["passed_over"].append(f"step {located.step}: {type(error).__name__}: {error}")
+            return found["passed_over"][-1]
 
     def begin(self, step: int, wait: bool = False, **_: Any) -> dict[str, Any]:
         slot = self.client.begin(step, self.model.nbytes, wait=wait)

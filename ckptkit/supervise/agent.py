@@ -117,6 +117,9 @@ def supervise(job: Job, policy: Policy, log: IncidentLog, resume: Resume | None 
 
 
 def _rendezvous(job: Job) -> Any:
+    # Every start gets a store of its own. torch would let all of them use one, where a rank of a restart reads the addresses of
+    # ranks that have ended, and cannot connect (seen with gloo and torch 2.13).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=job.endpoint or "localhost:0",

@@ -43,6 +43,11 @@ def device_digests_not_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(config, "load_config", lambda path: dataclasses.replace(real(path), hash_verify=False))
 
 
+def pins_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    """Retention removes what was pinned."""
+    patch.setattr(DurableRun, "pins", lambda self: set())
+
+
 def later_epochs_not_looked_at(patch: pytest.MonkeyPatch) -> None:
     """Whoever was superseded goes on writing to storage."""
     patch.setattr(DurableRun, "check_epoch", lambda self, epoch, inc=None: None)
@@ -61,10 +66,7 @@ BUGS: dict[str, tuple[Patch, str]] = {
     ),
     "a torn slot counts as sealed": (of_protocol(mutations.torn_slot_taken_for_sealed), "second-daemon"),
     "a device's digests are not compared": (device_digests_not_compared, "flip-in-copy"),
-    "copies count before they are verified": (
-        of_protocol(mutations.copies_reported_before_they_are_verified),
-        "node-lost-before-copy",
-    ),
+    "pins are not looked at": (pins_not_looked_at, "retention-under-kill"),
 }
 """Name of the mistake → its patch and a drill that it spoils."""
 

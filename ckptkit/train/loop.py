@@ -3,14 +3,14 @@
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ckptkit.core.layouts import Layout
-from ckptkit.errors import InterruptedRunError, TrainingError
+from ckptkit.errors import CkptError, InterruptedRunError, TrainingError
 from ckptkit.hooks import Checkpointer, SchemaPlacement
 from ckptkit.hooks.pulse import Pulse
 from ckptkit.train import parallel, telemetry
@@ -72,6 +72,9 @@ def run(rank: int, address: str, device: str, config: Config, layout: Layout, op
                 ckpt.on_exception()
             if isinstance(error, TrainingError):  # every rank raises it
                 groups.barrier()
+            if ckpt is not None:
+                with suppress(CkptError):  # that the last save failed, too, must not hide why the run ends
+                    ckpt.close()
             raise
         finally:
             if ckpt is not None:

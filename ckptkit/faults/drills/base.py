@@ -60,6 +60,8 @@ class Drill:
 
     def plan(self, seed: int) -> FaultPlan:
         """The faults of a seed. Times are shares of what the drill does with them, or steps."""
+        if not self.menu:
+            return FaultPlan(())
         return FaultPlan.draw(_mixed(self.name, seed), self.menu, self.faults, 0, 1, whole=False)
 
 

@@ -13,13 +13,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from ckptkit import ops
-from ckptkit.errors import CkptError
+from ckptkit.errors import CkptError, StoreError
 from ckptkit.faults.cluster.nodes import Cluster, Failed, Node, wait_for
 from ckptkit.faults.drills.base import Drill
 from ckptkit.faults.drills.verdict import Clock, Verdict
@@ -79,6 +80,7 @@ class Training:
         self._left = list(self.plan.faults)
         self._starts: list[int] = []
         self._layouts: list[str] = []
+        self._again: Callable[[], None] = self.start
 
     # ── the run ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -96,6 +98,9 @@ class Training:
     ) -> None:
         """Start the ranks of a run, or start them again; `faults` are met inside of them (`cluster.training`)."""
         there = list(nodes or self.nodes)
+        for node in there:
+            if node.process is not None and node.process.poll() is not None:
+                node.start()  # it ended with its job, or was killed; a service manager would do the same
         job = self._job(
             layout, [node.socket for node in there], self.jsonl, str(self.cluster.durable), self.work
         )
@@ -110,6 +115,7 @@ class Training:
                 sys.executable, "-m", "ckptkit", "supervise", "--policy", str(policy), "--nproc", "8", "--log", str(self.work / "incidents"),
                 "--output", str(self.work / "output"), "--grace", "60", "--", *command,
             ]  # fmt: skip
+        self._again = partial(self.start, layout=layout, nodes=nodes, supervised=supervised)
         self._starts.append(len(self.records()))
         self._layouts.append(layout)
         self.clock.note("restart" if len(self._starts) > 1 else "note", f"started, layout {layout}")
@@ -155,16 +161,24 @@ class Training:
         self.clock.recovered()
 
     def ends(self, code: int | None = 0, timeout_s: float = PATIENCE_S) -> int:
-        """Wait for the run's end; a finding where its exit code is another."""
+        """Wait for the run's end; a finding where its exit code is another.
+
+        A run that has trained everything, but whose last save a busy or faulty cache did not take, says so with exit code 4; then the
+        same command is run again, as its message says.
+        """
         assert self.process is not None
-        try:
-            found = self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise Failed(f"the run did not end within {timeout_s:g} s\n{self.said()}") from None
-        if code is not None and found != code:
-            raise Failed(f"the run ended with {found}, not {code}\n{self.said()}")
-        self._end_group()
-        return found
+        for again in (2, 1, 0):
+            try:
+                found = self.process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                raise Failed(f"the run did not end within {timeout_s:g} s\n{self.said()}") from None
+            self._end_group()
+            if code in (None, found):
+                return found
+            if code != 0 or found != StoreError.exit_code or not again:
+                break
+            self._again()
+        raise Failed(f"the run ended with {found}, not {code}\n{self.said()}")
 
     def end_job(self) -> None:
         """What a scheduler does when a node is lost: it ends the rest of the job."""

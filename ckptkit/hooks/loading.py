@@ -21,8 +21,8 @@ from ckptkit.hooks.moving import SHIFTED, Part, Snapshot, Streams
 
 I64 = npt.NDArray[np.int64]
 
-BATCH = 256 * LEAF
-"""Bytes of whole leaves whose copies are enqueued at a time."""
+BATCH = 64 * LEAF
+"""Bytes of whole leaves in the first batch; each one after it has twice as many, since a batch costs the host time of its own."""
 
 
 @dataclass(frozen=True)
@@ -151,19 +151,19 @@ def load(
 
 
 def _batches(parts: Sequence[Part], start: int) -> Iterator[list[Part]]:
-    """Parts of whole leaves by some hundred MiB, then all others, whose leaves several of them may share."""
+    """Parts of whole leaves in batches that grow, then all others, whose leaves several of them may share."""
     batch: list[Part] = []
     rest: list[Part] = []
-    held = 0
+    held, size = 0, BATCH
     for part in parts:
         if (part.offset - start) % LEAF or part.nbytes % LEAF:
             rest.append(part)
             continue
         batch.append(part)
         held += part.nbytes
-        if held >= BATCH:
+        if held >= size:
             yield batch
-            batch, held = [], 0
+            batch, held, size = [], 0, 2 * size
     for last in (batch, rest):
         if last:
             yield last

@@ -201,6 +201,7 @@ class Saver:
                 self.snapshot.run(save.buffer, self._streams)
                 self.twins.digest()
                 save.numbers = [numbers_of(view)() for view in self.table.views]
+                self.table.check_unmoved()
                 if self.snapshot.digests is not None:
                     save.digests = self.snapshot.digests.numpy().copy()
         except BaseException as error:  # noqa: BLE001  (told to the trainer by way of the save)
@@ -223,6 +224,7 @@ class Saver:
             fetches = [numbers_of(view) for view in self.table.views]
             streams.copies.wait_stream(streams.packs)
             ended.record(streams.copies)
+        self.table.check_unmoved()  # before the optimizer may step
         save.done = ended
         save.copied.set()  # the trainer's stream waits for the event; this thread waits for the bytes
         ended.synchronize()

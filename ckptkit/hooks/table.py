@@ -142,7 +142,7 @@ class Table:
         return list(map(_VERSION, self._watching))
 
     def check_unchanged(self, marks: Sequence[int]) -> None:
-        """Raise CorruptionError for a tensor that changed or moved since `marks` were taken; names it."""
+        """Raise CorruptionError for a tensor that changed since `marks` were taken; names it."""
         now = self.marks()
         if now != marks:
             h = next(h for h, a, b in zip(self._watched, marks, now, strict=False) if a != b)
@@ -151,6 +151,9 @@ class Table:
                 "that is a parameter, an update in the forward pass). Make it a buffer, or change it in the optimizer's step",
                 tensor=h.name,
             )
+
+    def check_unmoved(self) -> None:
+        """Raise CorruptionError for a tensor that is no longer where `refresh` saw it; names it."""
         if self._addresses() != self._pointers:
             places = zip([*self._plain, *self._cut], self._addresses(), self._pointers, strict=True)
             h = next(h for h, a, b in places if a != b)

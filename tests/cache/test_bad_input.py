@@ -93,7 +93,7 @@ def ask(
         "/v1/slots/0000.dat", "/v1/index/" + "A" * 32, "/v1/shards/1/5/" + INC + "/0/data%00",
     ],
 )  # fmt: skip
-def test_no_url_reaches_a_file(node: Node, path: str) -> None:
+def test_36_no_url_reaches_a_file(node: Node, path: str) -> None:
     before = refused(node, "http", "404")
 
     code, body = ask(node, path)
@@ -163,7 +163,7 @@ def test_a_message_of_another_epoch_is_refused(node: Node, cluster: Cluster) -> 
     )
 
 
-def test_a_body_that_is_too_large_is_refused(node: Node) -> None:
+def test_36_a_body_that_is_too_large_is_refused(node: Node) -> None:
     assert ask(node, "/v1/messages", method="POST", body=b'{"type":"' + b"x" * 100_000)[0] == 413
 
 
@@ -339,7 +339,7 @@ def test_a_call_that_dawdles_is_cut_off(node: Node) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_is_refused(node: Node) -> None:
+def test_36_another_user_is_refused(node: Node) -> None:
     """Even where file modes would let him in."""
     os.chmod(node.folder.parent, 0o755)
     os.chmod(node.folder, 0o755)
@@ -460,7 +460,7 @@ def test_nodes_talk_over_tls_and_let_no_stranger_in(tmp_path: Path) -> None:
         cluster.save(2, level=2)
 
 
-def test_a_certificate_of_another_job_is_refused(tmp_path: Path) -> None:
+def test_36_a_certificate_of_another_job_is_refused(tmp_path: Path) -> None:
     """Where two jobs share a CA the name of the job decides; and only an admin may ban over HTTP."""
     with Cluster(tmp_path, ranks=1, tls=True) as cluster:
         node, ca = cluster.nodes[0], cluster.certs / "ca.pem"

@@ -122,7 +122,7 @@ def test_30_an_upload_that_fails_in_the_middle_leaves_no_step() -> None:
     assert run.steps() == ([], [])
     assert run.sweep(epoch=1, age_s=-1.0) == []  # its own epoch may still be writing
     assert run.sweep(epoch=2, age_s=-1.0) == [name]
-    assert not run.names()
+    assert not run.folder.files()
     run.close()
 
 

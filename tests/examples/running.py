@@ -118,7 +118,11 @@ def _started(
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CKPTKIT_CACHE": "off"}
     with ours, _errors(run).open("wb") as errors:
         process = subprocess.Popen(
-            start.command(example, run), stdout=theirs, stderr=errors, env=environment, start_new_session=True
+            start.command(example, run),
+            stdout=theirs.fileno(),
+            stderr=errors,
+            env=environment,
+            start_new_session=True,
         )
         theirs.close()
         try:

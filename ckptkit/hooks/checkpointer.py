@@ -113,6 +113,7 @@ class Checkpointer:
         self._saver: Saver
         self._plan: SavePlan
         self._closed = False
+        self._broken = False
 
     def register(
         self,
@@ -329,7 +330,10 @@ class Checkpointer:
 
     def on_exception(self) -> None:
         """Keep what can be kept after an error: let saves end, and save the last completed step if nothing changed it."""
-        if self.disabled or self._registered is None or self._closed:
+        if self.disabled or self._closed:
+            return
+        self._broken = True
+        if self._registered is None:
             return
         saver = self._saver
         # The other ranks may hang in a collective; nobody waits for them as long as in training.
@@ -364,7 +368,8 @@ class Checkpointer:
             self._saver.close()
         if self._stopper is not None:
             self._stopper.close()
-        self._opened.target.close(drain=True)
+        # After an error the run will be started again: the daemon must keep what it holds for it.
+        self._opened.target.close(drain=error is None and not self._broken)
         self._meeting.close()
         if error is not None:
             raise error

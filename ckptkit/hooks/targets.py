@@ -367,8 +367,8 @@ class CacheTarget(Target):
         return self.client.wait(step, level, max(until - time.monotonic(), 0.0))
 
     def close(self, drain: bool) -> None:
-        if self.meeting.lead:
-            self.client.finish(drain=drain)
+        if self.meeting.lead and drain:
+            self.client.finish()
         for buffer in self._buffers.values():
             buffer.close()
         self._buffers.clear()

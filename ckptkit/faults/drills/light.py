@@ -31,7 +31,7 @@ SHAPES = {
 """0.6 MB: a leaf a rank."""
 LARGE = {"w": ((4096, 1024), "float32"), "b": ((300,), "float32")}
 """16 MB: three leaves a rank, so that copies and drains take a while."""
-QUICK = {"vote_s": 15.0, "restore_wait_s": 15.0}
+QUICK = {"vote_s": 15.0, "restore_wait_s": 60.0}
 SCALE = 0.25
 """Of every time in the daemons and their clients."""
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ckptkit.core.boxes import row_major_strides
-from ckptkit.core.catalog import NAMED_ROLES, ROLE_CODE, ROLES, Catalog, Checksum, Entries, File
+from ckptkit.core.catalog import NAMED_ROLES, ROLE_CODE, Catalog, Checksum, Entries, File
 from ckptkit.core.destination import Destination
 from ckptkit.core.layouts import Layout
 from ckptkit.core.local import LocalTensor

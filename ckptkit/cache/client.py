@@ -452,7 +452,13 @@ class CacheClient:
     def _skip_for(self, error: StoreError) -> Skipped:
         if isinstance(error, RefusedError):
             code = int(error.facts.get("code") or 0)
-            known = {409: "fenced" if self.fenced else "aborted", 410: "stale", 413: "too_big", 425: "restoring", 429: "busy"}
+            known = {
+                409: "fenced" if self.fenced else "aborted",
+                410: "stale",
+                413: "too_big",
+                425: "restoring",
+                429: "busy",
+            }
             reason = known.get(code, "refused")
             return self._skip(reason, str(error.facts.get("detail", error)))
         return self._skip("away", str(error))

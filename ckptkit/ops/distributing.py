@@ -31,7 +31,16 @@ class _Part:
         began = time.monotonic()
         job = prepare(self.src, self.dst, Options(**{**self.options, "part": Part(number, count)}))
         result = execute(job, None, began)
-        plain = ("bytes_read", "bytes_written", "bytes_reused", "bytes_shared", "files", "committed", "digests", "notes")
+        plain = (
+            "bytes_read",
+            "bytes_written",
+            "bytes_reused",
+            "bytes_shared",
+            "files",
+            "committed",
+            "digests",
+            "notes",
+        )
         return {name: getattr(result, name) for name in plain}
 
 

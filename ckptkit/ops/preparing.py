@@ -77,7 +77,9 @@ class Options:
         if self.memory < 16 << 20:
             raise UsageError(f"memory={self.memory}: a run needs at least 16 MiB of buffers")
         if self.part is not None and self.overwrite:
-            raise UsageError("--part writes what is not there yet: remove DST yourself, or leave --overwrite out")
+            raise UsageError(
+                "--part writes what is not there yet: remove DST yourself, or leave --overwrite out"
+            )
         if self.rename is not None and self.rename_back is not None:
             raise UsageError("--rename reads rules one way and --rename-back the other: give one of them")
         if self.threads is not None and self.threads < 1:

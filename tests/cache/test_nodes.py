@@ -306,7 +306,7 @@ def test_drained_steps_are_native_checkpoints(tmp_path: Path) -> None:
         assert ops.verify(f"{cluster.durable}/{step_dir(4, 1)}").exit_code == 0
         store = LocalStore(cluster.durable / step_dir(2, 1))
         assert NativeFormat().read(store).facts["incarnation"] == cluster.inc
-        check(store, Model(4, 0).truth, 2)  # type: ignore[arg-type]
+        check(store, Model(4, 0).truth, 2)
         assert not list(cluster.durable.glob("**/.*"))
 
 

@@ -190,7 +190,8 @@ class Toy:
                     found += self._lines(b, family, "end", "{last}", ":")
                 elif home == "last" and b.number in family.copied:
                     found += self._lines(b, family, "copy", "{i}", ":", copy=True)
-        return Family(family.name, *(tuple(found) for found in lines.values()))
+        first, layer, last = (tuple(found) for found in lines.values())
+        return Family(family.name, first, layer, last)
 
     def _lines(
         self, bundle: Bundle, family: ToyFamily, place: str, layer: str, when: str, copy: bool = False

@@ -98,10 +98,7 @@ def test_row_major_runs_add_up(shape: list[int], cuts: list[int]) -> None:
     edges = sorted({0, bits.size, *(cut for cut in cuts if cut < bits.size)})
 
     flat = bits.reshape(-1)
-    parts = [
-        sum_of_run(flat[a:b], _NAMES[: len(shape)], tuple(shape), a)
-        for a, b in pairwise(edges)
-    ]
+    parts = [sum_of_run(flat[a:b], _NAMES[: len(shape)], tuple(shape), a) for a, b in pairwise(edges)]
 
     assert sum(parts) & MASK == brute(bits)
 

@@ -263,7 +263,7 @@ def test_wrong_numbers_remove_nothing(step: Path, tmp_path: Path) -> None:
 
     for wrong in ({"keep_last": 0}, {"keep_last": 1, "keep_every": 0}, {"keep_last": 1, "pins": [11]}):
         with pytest.raises(UsageError):
-            ops.gc(str(tmp_path), **wrong)  # type: ignore[arg-type]
+            ops.gc(str(tmp_path), **wrong)
     with pytest.raises(FormatError, match="holds no step"):
         ops.gc(str(step), keep_last=1)
     with pytest.raises(StoreError):

@@ -146,7 +146,7 @@ def test_an_error_of_a_part_is_the_error_of_the_call_and_is_not_retried() -> Non
 def test_wrong_uses(source: str, tmp_path: Path) -> None:
     for wrong in ({"workers": 0}, {"part": "1/2"}, {"overwrite": True}):
         with pytest.raises(UsageError):
-            ops.reshard(source, str(tmp_path / "out"), layout="tp=1", engine="ray", drop_extras=True, **wrong)  # type: ignore[arg-type]
+            ops.reshard(source, str(tmp_path / "out"), layout="tp=1", engine="ray", drop_extras=True, **wrong)
     with pytest.raises(UsageError, match="local"):
         ops.reshard(source, "memory://out", layout="tp=1", engine="ray", drop_extras=True)
     ops.reshard(source, str(tmp_path / "out"), layout="tp=1", drop_extras=True)

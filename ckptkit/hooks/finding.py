@@ -151,7 +151,10 @@ def _in_slot(opened: Opened, located: Located | None, path: str) -> HostBuffer |
     """The registered buffer that a rank file lies in, where it is a slot of this rank."""
     if located is None or not isinstance(opened.target, CacheTarget):
         return None
-    nearest = located.sources[int(path.partition("-")[2].partition(".")[0])][0]
+    sources = located.sources[int(path.partition("-")[2].partition(".")[0])]
+    if not sources:
+        return None
+    nearest = sources[0]
     return opened.target.buffer_of(int(nearest.place)) if nearest.kind == "slot" else None
 
 

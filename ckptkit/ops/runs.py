@@ -129,7 +129,8 @@ def steps(run: str) -> Steps:
 
     Raises StoreError where `run` is no folder.
     """
-    rows = [_look(run, name, epoch, step) for epoch, step, name in step_folders(run)]
+    looked = (_look_again(run, name, epoch, step) for epoch, step, name in step_folders(run))
+    rows = [row for row in looked if row is not None]
     for name in stores.folders(run):
         match = UNFINISHED.fullmatch(name)
         number = _number(match["name"]) if match else None
@@ -173,7 +174,9 @@ def newest(
     for epoch, step, name in reversed(candidates):
         if name in without:
             continue
-        row = _look(run, name, epoch, step)
+        row = _look_again(run, name, epoch, step)
+        if row is None:
+            continue
         banned = ban_of(bans, epoch, step)
         if banned is not None:
             passed.append(replace(row, state="banned", why=banned.why))
@@ -218,6 +221,20 @@ def _measure(run: str, name: str, epoch: int, step: int) -> tuple[StepInfo, Stor
     nbytes = total_nbytes(store, files)
     row = StepInfo(name, path, step, epoch, "", age_s=store.age_s(), nbytes=nbytes, files=len(files))
     return row, store
+
+
+def _look_again(run: str, name: str, epoch: int, step: int) -> StepInfo | None:
+    """As `_look`, while retention or another writer may be at work: None for a folder that is gone meanwhile."""
+    try:
+        return _look(run, name, epoch, step)
+    except (StoreError, ShardMissingError):
+        path = stores.join(run, name)
+        if not stores.is_folder(path):
+            return None
+        try:
+            return _look(run, name, epoch, step)
+        except ShardMissingError:
+            return StepInfo(name, path, step, epoch, "unfinished", "it changes while it is looked at")
 
 
 def _look(run: str, name: str, epoch: int, step: int) -> StepInfo:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckptkit import ops
-from ckptkit.errors import FormatError, StoreError
+from ckptkit.errors import FormatError, ShardMissingError, StoreError
+from ckptkit.ops import runs
 from tests.ops.making import TRAINED, contents, flip, make
 
 
@@ -204,3 +205,26 @@ def test_a_checkpoint_given_as_a_run_is_told_apart(small: str) -> None:
     assert ops.steps(small).warnings == [
         f"{small} holds no step, but it is a native checkpoint itself; its run is the folder above it"
     ]
+
+
+def test_a_step_that_goes_while_it_is_looked_at_is_no_error(tmp_path: Path, small: str, monkeypatch) -> None:
+    """Retention removes steps while others list them: one that is gone is not there, one that changes is unfinished."""
+    for name in ("step-00000001.e1", "step-00000002.e1", "step-00000003.e1"):
+        shutil.copytree(small, tmp_path / name)
+    whole = runs._measure
+
+    def measure(run: str, name: str, epoch: int, step: int):
+        if step == 3:
+            shutil.rmtree(tmp_path / name, ignore_errors=True)
+        if step == 2:
+            raise ShardMissingError("rank-00000.safetensors is gone")
+        return whole(run, name, epoch, step)
+
+    monkeypatch.setattr(runs, "_measure", measure)
+
+    assert [(row.step, row.state) for row in runs.steps(str(tmp_path)).steps] == [
+        (1, "whole"),
+        (2, "unfinished"),
+    ]
+    found = runs.newest(str(tmp_path), quick=True)
+    assert found.step is not None and found.step.step == 1

@@ -228,7 +228,7 @@ def _look_again(run: str, name: str, epoch: int, step: int) -> StepInfo | None:
     try:
         return _look(run, name, epoch, step)
     except (StoreError, ShardMissingError):
-        path = stores.join(run, name)
+        path = f"{run.rstrip('/')}/{name}"
         if not stores.is_folder(path):
             return None
         try:

@@ -76,7 +76,7 @@ def drill(
     if action == "explore":
         return _explore(names, model, limit, rerun_every, seed, as_json)
     if action == "list":
-        return _list(as_json)
+        return _list(names, as_json)
     if action == "run" and not names:
         raise UsageError("say which drills to run, or `ckptkit drill all`")
     if action == "all" and names:
@@ -135,7 +135,7 @@ def _run(jobs: "list[tuple[Drill, int]]", parallel: int, report: str | None, as_
     return 1 if failed else 0
 
 
-def _list(as_json: bool) -> int:
+def _list(names: tuple[str, ...], as_json: bool) -> int:
     from ckptkit.faults.crash.scenarios import SCENARIOS
     from ckptkit.faults.drills.base import chosen
 
@@ -148,10 +148,10 @@ def _list(as_json: bool) -> int:
                 "smoke": one.smoke,
             }
             for one in chosen(())
+            if not names or one.name in names
         }
-        print_json(
-            "Drills", {"drills": drills, "scenarios": {one.name: one.about for one in SCENARIOS.values()}}
-        )
+        scenarios = {one.name: one.about for one in SCENARIOS.values() if not names or one.name in names}
+        print_json("DrillList", {"drills": drills, "scenarios": scenarios})
         return 0
     for kind, title in (
         ("light", "Drills with ranks that have no model:"),

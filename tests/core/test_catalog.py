@@ -81,7 +81,7 @@ def test_segments_that_leave_their_tensors_are_refused(segment: dict[str, Any], 
     [
         ({"local": [1]}, "entry 0 of its index refers to nothing there is"),
         ({"file": [1]}, "refers to nothing"),
-        ({"role": [7]}, "refers to nothing"),
+        ({"role": [200]}, "refers to nothing"),
         ({"dtype": [200]}, "refers to nothing"),
         ({"last": [7]}, r"'w.rank1' \(param\) elements 0:7 in rank-1 leaves its tensor of 6 elements"),
         ({"first": [-1]}, "leaves its tensor"),

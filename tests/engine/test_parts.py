@@ -23,7 +23,7 @@ from ckptkit.errors import CorruptionError, StoreError, UsageError
 from ckptkit.stores.base import Reader
 from ckptkit.stores.durable import tidy
 from ckptkit.stores.local import LocalReader, LocalStore
-from ckptkit.stores.parts import Part
+from ckptkit.stores.parts import Part, PartFolder
 from tests.engine.test_run import replicated
 from tests.engine.toy import Toy, destination, write
 
@@ -259,12 +259,13 @@ def _unfinished(job: Job) -> list[str]:
 
 
 def test_one_process_does_not_go_on_while_parts_are_at_work_nor_twice_the_same_part(job: Job) -> None:
-    child = job.fork(Part(1, 2), before=lambda: time.sleep(0))
+    def hold() -> None:
+        """Stop when all is written, before the part is told to be done."""
+        PartFolder.mark_done = lambda self: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[method-assign]
+
+    child = job.fork(Part(1, 2), before=hold)
     try:
-        deadline = time.monotonic() + 10
-        while not any(name.endswith(".unfinished") for name in os.listdir(job.folder)):
-            assert time.monotonic() < deadline
-        os.kill(child, signal.SIGSTOP)
+        os.waitpid(child, os.WUNTRACED)
         with pytest.raises(StoreError, match="another run is writing"):
             job.run(None)
         with pytest.raises(StoreError, match="part 1/2"):

@@ -154,11 +154,17 @@ class Meeting:
         limit = self.timeout_s if timeout_s is None else timeout_s
         if self.rank != 0:
             self.post(name, data)
-            return self.answer(self.read(f"{name}/all", limit + 5.0))
+            found = self.read(f"{name}/all", limit + 5.0)
+            with suppress(StoreError):
+                self.flag(f"{name}/heard/{self.rank}")
+            return self.answer(found)
         try:
             found = decide([json.loads(one) for one in self.collect(name, data, limit)])
         except CkptError as error:
             self.publish(f"{name}/all", _failure(error))
+            # This process may end with the error, and the store with it: the others are to hear the reason first.
+            gone = error.facts.get("missing", ())
+            self._await([f"{name}/heard/{rank}" for rank in range(1, self.world) if rank not in gone])
             raise
         self.publish(f"{name}/all", json.dumps({"value": found}).encode())
         return found
@@ -175,13 +181,17 @@ class Meeting:
         """End the meeting. Rank 0 serves the store, so it stays until the others have heard all they wait for, or `FAREWELL_S` are over."""
         with suppress(StoreError):
             if self.world > 1 and self.lead:
-                until = time.monotonic() + min(self.timeout_s, FAREWELL_S)
-                for rank in range(1, self.world):
-                    while not self._there(f"bye/{rank}") and time.monotonic() < until:
-                        time.sleep(0.02)
+                self._await([f"bye/{rank}" for rank in range(1, self.world)])
             else:
                 self.flag(f"bye/{self.rank}")
         self._local = threading.local()
+
+    def _await(self, names: Sequence[str]) -> None:
+        """Wait until all of these were flagged, for `FAREWELL_S` at most."""
+        until = time.monotonic() + min(self.timeout_s, FAREWELL_S)
+        for name in names:
+            while not self._there(name) and time.monotonic() < until:
+                time.sleep(0.02)
 
     def _put(self, key: str, value: bytes) -> None:
         data: Any = value  # torch's stub knows text only; bytes are taken as they are

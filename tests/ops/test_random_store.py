@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from ckptkit.core.dtypes import dtype_named
-from ckptkit.errors import ShardMissingError
+from ckptkit.errors import FormatError, ShardMissingError
 from ckptkit.ops.random_store import BLOCK, Kind, RandomStore, RandomTensor
 
 N = 3 * BLOCK + 77
@@ -62,7 +62,7 @@ def test_reading_past_the_end_is_an_error() -> None:
     """As of any file."""
     store = RandomStore(0, {"w": RandomTensor("w", Kind(0, 1), dtype_named("float32"), 4)})
 
-    with pytest.raises(ShardMissingError):
+    with pytest.raises(FormatError, match="ends at byte 16"):
         store.read("w", 8, 16)
     with pytest.raises(ShardMissingError):
         store.read("v")

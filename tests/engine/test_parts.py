@@ -130,6 +130,7 @@ def test_parts_in_any_order_make_the_same_files_and_the_last_puts_them_in_place(
     job.check()
 
 
+@pytest.mark.long
 def test_processes_that_are_killed_at_any_moment_are_run_again(tmp_path: Path) -> None:
     """Four at a time; each is killed until all have ended well. Nothing is in place before."""
     rng = random.Random(4)

@@ -130,7 +130,6 @@ def test_parts_in_any_order_make_the_same_files_and_the_last_puts_them_in_place(
     job.check()
 
 
-@pytest.mark.long
 def test_processes_that_are_killed_at_any_moment_are_run_again(tmp_path: Path) -> None:
     """Four at a time; each is killed until all have ended well. Nothing is in place before."""
     rng = random.Random(4)
@@ -150,12 +149,14 @@ def test_processes_that_are_killed_at_any_moment_are_run_again(tmp_path: Path) -
                 kills += os.WIFSIGNALED(status)
                 if status == 0:
                     left.discard(part)
-                # One that is run again after the others have put all in place finds the destination there.
-                assert os.WIFSIGNALED(status) or status == 0 or os.path.exists(job.out)
-            if os.path.exists(job.out):
-                left.clear()
+                assert os.WIFSIGNALED(status) or status == 0
+            # The engine refuses a part of what is in place; `ops.reshard` tells it as done. So a part that was done when its
+            # process was killed is not run beside others. Where all are done and none put it in place, any one does.
+            done = {part for part in left if os.path.lexists(_mark(job, part))}
+            left = left - done or (set() if os.path.exists(job.out) else set(list(done)[:1]))
             if left and any(not os.path.lexists(_mark(job, part)) for part in left):
                 assert not os.path.exists(job.out)
+        tidy(job.out)  # as a part that is run again does, where the last was killed after the rename
         job.check()
     assert kills > 10
 

@@ -67,6 +67,11 @@ def _hub_and_more(model: Model) -> Iterable[str]:
     return [*model.names("hub").whole, "model.layers.0.mlp.experts.gate_up_proj"]
 
 
+def _shared_names(model: Model) -> Iterable[str]:
+    """One name of two families, for different tensors: they number half-layers and layers."""
+    return ["model.layers.1.input_norm.weight"]
+
+
 def _with_prefix(model: Model) -> Iterable[str]:
     return [f"module.{key}" for key in model.names("hub").whole]
 
@@ -79,6 +84,7 @@ def _without_prefix(model: Model) -> Iterable[str]:
     ("keys", "message"),
     [
         (_hub_and_more, "mixes names of two families of zaya@1: hub .* and transformers"),
+        (_shared_names, "its names are (folded|hub) as much as .* names of zaya@1 .*too little to tell"),
         (_with_prefix, "without the prefix 'module.' they are names of hub"),
         (_without_prefix, "with the prefix 'model.' they would be names of transformers"),
         (lambda model: ["h.0.attn.c_attn.weight"], r"none of its 1 tensors has a name of zaya@1 \(h.0.attn"),

@@ -134,8 +134,10 @@ def test_processes_that_are_killed_at_any_moment_are_run_again(tmp_path: Path) -
     """Four at a time; each is killed until all have ended well. Nothing is in place before."""
     rng = random.Random(4)
     job = Job(str(tmp_path))
-    kills = 0
-    for _ in range(6):
+    kills = rounds = 0
+    while kills <= 10 or rounds < 6:  # a fast machine has ended more of them before their moment comes
+        rounds += 1
+        assert rounds < 200
         shutil.rmtree(job.out, ignore_errors=True)
         left = {Part(number, 4) for number in range(1, 5)}
         while left:
@@ -158,7 +160,6 @@ def test_processes_that_are_killed_at_any_moment_are_run_again(tmp_path: Path) -
                 assert not os.path.exists(job.out)
         tidy(job.out)  # as a part that is run again does, where the last was killed after the rename
         job.check()
-    assert kills > 10
 
 
 def _mark(job: Job, part: Part) -> str:

@@ -5,6 +5,8 @@ The caller's side is `Nursery`; `Child` is what `subprocess.Popen` would be.
 
 import atexit
 import contextlib
+import gc
+import importlib
 import json
 import os
 import runpy
@@ -21,6 +23,11 @@ from ckptkit.faults.cluster import rank
 from ckptkit.faults.inject.program import VARIABLE, install
 
 _FDS = 3
+PRELOAD = (
+    "ckptkit.cli.main", "ckptkit.cli.cache", "ckptkit.cli.cache_serve", "ckptkit.cache.daemon", "importlib.metadata",
+    "numpy.ma", "numpy.random",
+)  # fmt: skip
+"""What daemons and ranks import, also what they import late: half of the time of a rank that lives for a few saves."""
 
 
 class Child:
@@ -127,7 +134,9 @@ class Nursery:
 
 def main() -> None:
     """The forking side: one request after the other, until the caller's side closes."""
-    import ckptkit.cache.daemon  # noqa: F401  (so that the forked need not)
+    for name in PRELOAD:  # so that the forked need not
+        importlib.import_module(name)
+    gc.freeze()  # else the first collection of each of the forked writes to, and so copies, every page of these
 
     sock = socket.socket(fileno=int(sys.argv[-1]))
     codes: dict[int, int | None] = {}

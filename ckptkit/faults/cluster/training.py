@@ -14,22 +14,24 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.layouts import Layout
 from ckptkit.errors import CkptError
 from ckptkit.faults.inject.processes import limit_memory
-from ckptkit.train import launch, loop, trainer
+from ckptkit.train import launch
 from ckptkit.train.config import Config, override
-from ckptkit.train.loop import Options, Summary
+
+if TYPE_CHECKING:
+    from ckptkit.train.trainer import Trainer
 
 Job = Mapping[str, Any]
 
 
-def placed(
-    rank: int, address: str, device: str, job: Job, config: Config, layout: Layout, options: Options
-) -> Summary:
+def placed(rank: int, address: str, device: str, job: Job, config: Config, layout: Layout) -> None:
     """A rank on its node."""
+    from ckptkit.train import loop  # imports torch, which the process that starts the ranks can do without
+
     folder = Path(job["folder"])
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     if job["sockets"]:
@@ -37,7 +39,7 @@ def placed(
     else:
         os.environ["CKPTKIT_CACHE"] = "off"
     meet_faults(rank, job["faults"], folder)
-    return loop.run(rank, address, device, config, layout, options)
+    loop.run(rank, address, device, config, layout, loop.Options(quiet=True))
 
 
 def meet_faults(rank: int, faults: list[dict[str, Any]], folder: Path) -> None:
@@ -45,9 +47,11 @@ def meet_faults(rank: int, faults: list[dict[str, Any]], folder: Path) -> None:
     mine = [fault for fault in faults if fault["rank"] == rank]
     if not mine:
         return
-    step = trainer.Trainer.step
+    from ckptkit.train.trainer import Trainer
 
-    def faulty(self: trainer.Trainer, stop: bool = False) -> trainer.Result:
+    step = Trainer.step
+
+    def faulty(self: Trainer, stop: bool = False) -> Any:
         for number, fault in enumerate(mine):
             mark = folder / f"met-{rank}-{number}"
             if fault["step"] == self.done + 1 and not mark.exists():
@@ -55,10 +59,10 @@ def meet_faults(rank: int, faults: list[dict[str, Any]], folder: Path) -> None:
                 _meet(self, fault)
         return step(self, stop)
 
-    trainer.Trainer.step = faulty  # type: ignore[method-assign]
+    Trainer.step = faulty  # type: ignore[method-assign]
 
 
-def _meet(running: trainer.Trainer, fault: Mapping[str, Any]) -> None:
+def _meet(running: "Trainer", fault: Mapping[str, Any]) -> None:
     match fault["do"]:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -84,7 +88,7 @@ def _meet(running: trainer.Trainer, fault: Mapping[str, Any]) -> None:
             raise ValueError(f"there is no fault {other!r}")
 
 
-def _flip(running: trainer.Trainer, fault: Mapping[str, Any]) -> None:
+def _flip(running: "Trainer", fault: Mapping[str, Any]) -> None:
     """A bit of a weight that other ranks hold, too."""
     from ckptkit.faults.inject.memory import flip_array
 
@@ -100,13 +104,12 @@ def main() -> int:
     config = Config.load("zaya1-tiny.toml")
     override(config, job["settings"])
     layout = Layout.parse(os.environ.get("CKPTKIT_LAYOUT") or job["layout"])
-    options = Options(quiet=True)
     try:
         started = launch.under_torchrun()
         if started is not None:
-            placed(started[0], "env://", "cpu", job, config, layout, options)
+            placed(started[0], "env://", "cpu", job, config, layout)
         else:
-            launch.launch(placed, layout.world, job, config, layout, options)
+            launch.launch(placed, layout.world, job, config, layout)
     except CkptError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code

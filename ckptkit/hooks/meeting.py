@@ -20,8 +20,6 @@ from ckptkit.errors import CkptError, StoreError, UsageError
 
 FAREWELL_S = 30.0
 
-_made = 0
-
 
 class Meeting:
     """The ranks of a run. With one rank nothing is sent anywhere.
@@ -48,7 +46,6 @@ class Meeting:
 
         Raises StoreError where rank 0 does not appear in time.
         """
-        global _made
         if given is not None:
             address, rank, world = given
             if not 0 <= rank < world:
@@ -63,9 +60,9 @@ class Meeting:
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls("", 0, 1, timeout_s)
         rank, world = dist.get_rank(), dist.get_world_size()
-        _made += 1
         shared = dist.distributed_c10d._get_default_store()
-        key = f"ckptkit/meeting/{_made}"
+        # Counted in the store: a process may have been in groups that others here were not in.
+        key = f"ckptkit/meeting/{shared.add(f'ckptkit/meetings/{rank}', 1)}"
         serve = None
         try:
             if rank == 0:

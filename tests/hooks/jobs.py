@@ -298,3 +298,18 @@ def by_schema(rank: int, world: int, url: str, layout: str, names: str, write: b
         key for key, region, box in regions(catalog, [image]) if not np.array_equal(region, values[key][box])
     ]
     return step, wrong
+
+
+def in_groups(rank: int, world: int, folder: str, sizes: list[int]) -> list[int]:
+    """Ranks below each size make a group, and a Checkpointer in it; gives the sizes that each rank met."""
+    met = []
+    for number, size in enumerate(sizes):
+        if rank >= size:
+            continue
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/meet-{number}", rank=rank, world_size=size
+        )
+        Checkpointer(f"{folder}/run-{number}", cache="off", timeout_s=20).close()
+        met.append(torch.distributed.get_world_size())
+        torch.distributed.destroy_process_group()
+    return met

@@ -217,3 +217,15 @@ def test_loaders_of_another_number_of_ranks_are_refused_unless_asked(tmp_path: P
 
     (kind, _, _), at, _ = run_ranks(1, jobs.loaders, url, 0, True, group=False)[0]
     assert (kind, at) == ("", -1)
+
+
+def test_a_rank_that_sat_out_an_earlier_group_meets_the_others(tmp_path: Path) -> None:
+    """Processes outlive groups of them: each group counts its own Checkpointers."""
+    folder = tmp_path / "groups"
+    folder.mkdir()
+
+    assert run_ranks(3, jobs.in_groups, str(folder), [2, 3, 1, 3], group=False) == [
+        [2, 3, 1, 3],
+        [2, 3, 3],
+        [3, 3],
+    ]

@@ -46,6 +46,7 @@ __all__ = [
 
 RECONNECT_S = 30.0
 BEGIN_S = 0.05
+WAIT_S = 5.0
 
 
 class CacheClient:
@@ -202,10 +203,10 @@ class CacheClient:
     # ── saving ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, step: int, nbytes: int, *, wait: bool = False) -> Slot | Skipped:
-        """A slot to write this rank's file of `step` into, or why this save is skipped. Takes 50 ms at most.
+        """A slot to write this rank's file of `step` into, or why this save is skipped. Takes 50 ms at most, unless told to wait.
 
         Args:
-            wait: Where no slot is free (`busy`), the step is not given up: this rank asks again.
+            wait: Where no slot is free (`busy`), the step is not given up: this rank asks again. A daemon that is slow to answer is waited for.
         """
         lane = self._lane
         if lane is None:
@@ -214,7 +215,12 @@ class CacheClient:
             return self._skip("fenced", "a newer incarnation of the job runs")
         try:
             found = self._connection.call(
-                "begin", step=step, bytes=nbytes, wait=wait, skipped=self._news(), deadline_s=self._begin_s
+                "begin",
+                step=step,
+                bytes=nbytes,
+                wait=wait,
+                skipped=self._news(),
+                deadline_s=max(self._begin_s, WAIT_S * self.scale) if wait else self._begin_s,
             )
         except StoreError as error:
             if wait and error.facts.get("code") == 429:

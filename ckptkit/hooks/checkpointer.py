@@ -318,7 +318,10 @@ class Checkpointer:
         limit = self.timeout_s if timeout_s is None else timeout_s
         until = time.monotonic() + limit
         save = self._saver.last
-        self._saver.wait(limit)
+        try:
+            self._saver.wait(limit)
+        except Skip as skip:
+            raise StoreError(f"the save of step {save.step} was skipped: {skip}") from skip
         if not self._opened.target.wait(save.step, level, max(until - time.monotonic(), 0.0)):
             raise StoreError(f"step {save.step} did not reach level {level} within {limit:g} s")
         return save.step

@@ -343,9 +343,9 @@ class CacheTarget(Target):
         slot = filled.buffer.slot
         skipped = self.client.seal(slot, plan.size, self._index_hash, digests, filled.extras, step=step)
         if skipped is not None:
-            raise StoreError(
-                f"the cache did not take step {step}: {skipped.reason} {skipped.detail}".rstrip()
-            )
+            why = f"the cache did not take step {step}: {skipped.reason} {skipped.detail}".rstrip()
+            # What a daemon or another rank was too busy for is skipped here, too: it must not end the run when it happens often.
+            raise Skip(why) if skipped.reason in ("aborted", "away") else StoreError(why)
         if filled.pin and self.meeting.lead:
             self.client.request("pin", epoch=self.epoch, step=step)
         if self.durable_every and step % self.durable_every == 0:

@@ -158,8 +158,11 @@ def _step(trainer: Trainer, ckpt: Checkpointer | None, stop: bool) -> tuple[Resu
     result = trainer.step(stop)
     waited = ckpt.metrics.get("stall_seconds_total", 0.0) - waited  # for what was not copied yet
     at = time.perf_counter()
+    last = result.stop or result.step == trainer.config.train.steps
+    if last:
+        ckpt.busy = "wait"  # there is no later save to make up for this one
     saved = ckpt.on_step_end(result.step)
-    if not saved and (result.stop or result.step == trainer.config.train.steps):
+    if last and not saved:
         ckpt.save(tag="interrupted" if result.stop else "")
     return result, waited + time.perf_counter() - at
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed
 
 from ckptkit.hooks import Checkpointer
+from ckptkit.hooks.targets import Skip
 from tests.hooks.models import WIDTH, Net, make, whole
 
 
@@ -207,6 +208,44 @@ def cached(rank: int, world: int, kind: str, url: str, socket: str, upto: int, l
         ckpt.wait(level)
     state = whole(net, opt)
     return {"first": first, "losses": losses, "restored": restored, "state": state}
+
+
+def given_up(rank: int, world: int, url: str, socket: str, folder: str) -> Any:
+    """Five saves that rank 1 gives up after rank 0 has begun them, and before it seals them; rank 0's counts, and what its wait says."""
+    net, opt, step = make("ddp", rank, world)
+    ckpt = Checkpointer(url, cache=socket, every=1, timeout_s=30, max_failures=3)
+    ckpt.register(model=net, optimizer=opt)
+    ckpt.restore()
+    target = ckpt._opened.target
+    take, finish = target.take, target.finish
+
+    def heard(name: str) -> None:
+        until = time.monotonic() + 30
+        while not (Path(folder) / name).exists() and time.monotonic() < until:
+            time.sleep(0.005)
+
+    def given(number: int, nbytes: int, timeout_s: float) -> Any:
+        heard(f"begun-{number}")
+        target.give(take(number, nbytes, 5.0), number, "a test")
+        (Path(folder) / f"given-{number}").touch()
+        raise Skip("a test")
+
+    def begun(number: int, nbytes: int, timeout_s: float) -> Any:
+        buffer = take(number, nbytes, 5.0)
+        (Path(folder) / f"begun-{number}").touch()
+        return buffer
+
+    def late(filled: Any) -> None:
+        heard(f"given-{filled.step}")
+        finish(filled)
+
+    target.take = given if rank else begun
+    target.finish = late
+    for number in range(5):
+        step(number)
+        ckpt.on_step_end(number + 1)
+    said = caught(lambda: ckpt.wait(1))[:2]
+    return dict(ckpt.metrics), said
 
 
 def dcp_round(rank: int, world: int, url: str, kind: str, write: bool) -> Any:

@@ -39,3 +39,14 @@ def test_a_durable_step_is_a_native_checkpoint_at_the_url(tmp_path: Path) -> Non
     two = run_ranks(1, jobs.train, "plain", url, 3, None, group=False)
     assert two[0]["first"] == 2
     assert differing(weights(one[0]["state"]), weights(two[0]["restored"])) == []
+
+
+def test_saves_that_another_rank_gave_up_are_skipped_and_end_no_run(tmp_path: Path) -> None:
+    """More in a row than failures are allowed: the cache may refuse saves, never end the training; `wait` says that there was no save."""
+    with Cluster(tmp_path, nodes=1, ranks=2) as cluster:
+        (counts, said), _ = run_ranks(
+            2, jobs.given_up, str(cluster.durable), cluster.nodes[0].socket, str(tmp_path)
+        )
+
+    assert counts["saves_skipped_total"] == 5 and counts.get("saves_failed_total", 0) == 0
+    assert said[0] == "StoreError" and "step 5 was skipped" in said[1]

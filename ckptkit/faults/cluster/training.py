@@ -13,9 +13,11 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.cache.client import CacheClient
 from ckptkit.core.layouts import Layout
 from ckptkit.errors import CkptError
 from ckptkit.faults.inject.processes import limit_memory
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from ckptkit.train.trainer import Trainer
 
 Job = Mapping[str, Any]
+BEGIN_S = 5.0
 
 
 def placed(rank: int, address: str, device: str, job: Job, config: Config, layout: Layout) -> None:
@@ -39,6 +42,8 @@ def placed(rank: int, address: str, device: str, job: Job, config: Config, layou
     else:
         os.environ["CKPTKIT_CACHE"] = "off"
     meet_faults(rank, job["faults"], folder)
+    # Daemons and ranks of all nodes share this machine's processors: the 50 ms after which a save is skipped are too short for that.
+    CacheClient.connect = partial(CacheClient.connect, begin_s=BEGIN_S)  # type: ignore[method-assign]
     loop.run(rank, address, device, config, layout, loop.Options(quiet=True))
 
 

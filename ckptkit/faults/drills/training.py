@@ -160,14 +160,16 @@ class Training:
         )
         self.clock.recovered()
 
-    def ends(self, code: int | None = 0, timeout_s: float = PATIENCE_S) -> int:
-        """Wait for the run's end; a finding where its exit code is another.
+    def ends(self, code: int | None = 0, *, again: int = 0, timeout_s: float = PATIENCE_S) -> int:
+        """Wait for the run's end; raises Failed where its exit code is another.
 
-        A run that has trained everything, but whose last save a busy or faulty cache did not take, says so with exit code 4; then the
-        same command is run again, as its message says.
+        Args:
+            code: Expected; None for any.
+            again: How often the same command may be run again where its last save was not taken (exit code 4, whose message says so). Only for
+                faults that keep a daemon from taking the last save: then there is nothing else that the run could say.
         """
         assert self.process is not None
-        for again in (2, 1, 0):
+        while True:
             try:
                 found = self.process.wait(timeout_s)
             except subprocess.TimeoutExpired:
@@ -175,10 +177,10 @@ class Training:
             self._end_group()
             if code in (None, found):
                 return found
-            if code != 0 or found != StoreError.exit_code or not again:
-                break
+            if found != StoreError.exit_code or not again:
+                raise Failed(f"the run ended with {found}, not {code}\n{self.said()}")
+            again -= 1
             self._again()
-        raise Failed(f"the run ended with {found}, not {code}\n{self.said()}")
 
     def end_job(self) -> None:
         """What a scheduler does when a node is lost: it ends the rest of the job."""
@@ -293,8 +295,9 @@ class Training:
         self._verify()
 
     def _redone(self, steps: list[int]) -> None:
-        # A save that was given up while training went on is not lost by the recovery.
-        given_up = {line["step"] for node in self.nodes for line in node.events("abort")}
+        given_up = set()
+        if self.saves_spoiled:
+            given_up = {line["step"] for node in self.nodes for line in node.events("abort")}
         for before, after in pairwise(steps):
             if after != before + 1:
                 restored = after - 1
@@ -311,6 +314,9 @@ class Training:
 
     allowed = 1
     """Saves that a recovery may have to do again."""
+    saves_spoiled = False
+    """Whether saves that were given up while training went on do not count as done again: where one fault spoils a save (a daemon is killed)
+    and the next one ends the run before another save, two intervals are lost by two faults."""
 
     def _verify(self) -> None:
         """The last durable step, by its digests; and that it is the last step of the run."""

@@ -77,7 +77,7 @@ class Verdict:
         )
         return "\n".join(
             [
-                f"{self.drill} seed {self.seed}: {self.state}: {what}",
+                f"{self.drill} seed {self.seed}: {self.state} in {self.seconds:.0f} s: {what}",
                 *(f"    {line}" for line in self.findings),
             ]
         )

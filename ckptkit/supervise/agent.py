@@ -188,6 +188,7 @@ class SupervisedAgent(LocalElasticAgent):
             attempt=self.attempt,
         )
         started = super()._start_workers(worker_group)
+        self._end_soon()
         self.end_watch()
         self._watch = Watch(self._pulses, ranks, self._policy, time.monotonic())
         return started
@@ -198,8 +199,8 @@ class SupervisedAgent(LocalElasticAgent):
         findings = self._watch.look(time.monotonic())
         self.best = max(self.best, self._watch.step)
         self._resume.saved(self._watch.saved)
-        # Ranks that have ended cannot hang; but what they told before they ended still counts.
-        ended = result.state == WorkerState.SUCCEEDED
+        # Ranks that have ended, or were ended after one of them failed, do not hang; but what they told before still counts.
+        ended = result.state != WorkerState.HEALTHY
         serious = [
             found for found in findings if found.action != IGNORE and not (ended and found.kind == "hang")
         ]
@@ -211,6 +212,16 @@ class SupervisedAgent(LocalElasticAgent):
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._decide(_crash(result, self._watch.step))
         return result
+
+    def _end_soon(self) -> None:
+        """Let the ranks that a failed one leaves behind have `stop_s` to end; torch, which ends them by itself, would wait 30 s."""
+        assert self._pcontext is not None
+        close, seconds = self._pcontext.close, max(int(self._job.stop_s), 1)
+
+        def closes(death_sig: signal.Signals | None = None, timeout: int = seconds) -> None:
+            close(death_sig, timeout)
+
+        self._pcontext.close = closes  # type: ignore[method-assign]
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self._stop_workers(worker_group)

@@ -123,6 +123,14 @@ def test_crashes_in_a_row_are_survived_from_the_newest_step(run: Run) -> None:
     assert f"goes on from step-{starts[1]:08}" in run.log()[2]["detail"]
 
 
+def test_a_crash_is_named_although_the_others_take_long_to_end(run: Run) -> None:
+    """Ranks that wait for one that has died stand still for longer than a hang takes, and do not heed SIGTERM; the crash is the cause."""
+    assert run.go([{"rank": 0, "step": 3, "do": "deaf"}, {"rank": 1, "step": 5, "do": "exit"}]) == 0
+
+    assert run.kinds() == ["start", "crash", "start", "finished"]
+    assert run.log()[1]["rank"] == 1 and "exit code 3" in run.log()[1]["detail"]
+
+
 @pytest.mark.parametrize("how", ["sleep", "stop"])
 def test_a_rank_that_hangs_is_found_and_named(run: Run, how: str) -> None:
     """Silence ends a group; the rank that is behind is named, with its stack where it can tell it."""

@@ -66,6 +66,8 @@ for step in range(start + 1, steps + 1):
                     sys.exit(3)
                 case "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
+                case "deaf":
+                    signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 case "stop":
                     os.kill(os.getpid(), signal.SIGSTOP)
                 case "sleep":

@@ -2,7 +2,7 @@
 
 Every rank of a stage has tokens of its own, so that each gradient is partial everywhere:
 
-    tied embedding             summed over first and last stage
+    tied embedding             summed over first and last stage, and there over `cp x dp`
     replicated over tp         summed over the tensor-parallel ranks that hold it
     all                        summed over `cp x dp` (experts: over their data-parallel group) by flat buffers
 
@@ -243,16 +243,30 @@ class Optimizer:
 
     def reduce(self) -> None:
         """Sum gradients over all ranks that hold the same values."""
-        ends = self.parallel.ends
-        if ends.size > 1 and self.stage.dims.tied:
-            name = "model.embed_tokens.weight" if self.parallel.is_first else "lm_head.weight"
-            dist.all_reduce(self.grads[name], group=ends.handle)
+        if self.parallel.ends.size > 1 and self.stage.dims.tied:
+            self._sum_tied(
+                self.grads["model.embed_tokens.weight" if self.parallel.is_first else "lm_head.weight"]
+            )
         for _, (group, views) in sorted(self._sums.items()):
             flat = torch.cat(views)
             dist.all_reduce(flat, group=group.handle)
             torch._foreach_copy_(views, list(flat.split([len(view) for view in views])))
         for part in self.parts:
             part.buffer.reduce()
+
+    def _sum_tied(self, grad: torch.Tensor) -> None:
+        """Sum the gradient of the embedding over the first and the last stage, and over their data-parallel ranks.
+
+        Both stages must round alike, or their copies drift apart; sums in flat buffers depend on where in them a tensor
+        lies. So the whole sum is made here, and kept by one rank of each stage's group: what the buffers add to it is zero.
+        """
+        shard = self.parallel.shard
+        if shard.size > 1:
+            dist.reduce(grad, dst=shard.ranks[0], group=shard.handle)
+        if shard.index == 0:
+            dist.all_reduce(grad, group=self.parallel.ends.handle)
+        else:
+            grad.zero_()
 
     def norm_sq(self) -> torch.Tensor:
         """This rank's part of the squared norm of the whole gradient, float64; parts add up over all ranks."""

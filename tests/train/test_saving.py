@@ -54,6 +54,14 @@ def test_a_run_goes_on_in_other_layouts_and_its_steps_are_whole(tmp_path: Path) 
         assert ops.verify(here, against=other).exit_code == 0
 
 
+@pytest.mark.parametrize("layout", ["pp=2,dp=3,zero=1", "pp=2,dp=3"])
+def test_both_stages_copies_of_the_embedding_stay_equal_bit_for_bit(tmp_path: Path, layout: str) -> None:
+    """Its gradient is rounded alike on both, wherever it lies in their flat buffers: `verify` compares the copies."""
+    continued(tmp_path, [(layout, 4)], train__steps=4, train__batch=6)
+
+    assert ops.verify(f"{tmp_path}/run@4").exit_code == 0
+
+
 def test_the_same_layout_goes_on_bit_for_bit(tmp_path: Path) -> None:
     layout = "dp=2,zero=1"
 

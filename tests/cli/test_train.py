@@ -152,10 +152,10 @@ def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
             [*base, *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
         )
 
-    good, bad = run("dp=2,zero=1"), run("dp=4")
+    good, bad = run("dp=2,zero=1"), run("tp=4")
 
     assert good.returncode == 0, good.stderr
     assert good.stdout.count("trained from step 0 to 2") == 1
     assert [step.step for step in ops.steps(str(tmp_path / "run")).steps] == [2]
     assert bad.returncode != 0
-    assert "layout dp=4 has 4 ranks, torchrun started 2" in bad.stderr
+    assert "layout tp=4 has 4 ranks, torchrun started 2" in bad.stderr

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -105,6 +106,7 @@ class Checkpointer:
         self._requests = 0
         self._optimizer_steps = 0
         self._steps_at_end = 0
+        self._end: _End | None = None
         self._failures = 0
         self._fatal: CkptError | None = None
         self._replan = False
@@ -266,7 +268,7 @@ class Checkpointer:
                 f"on_step_end({step}) after {self._step} completed steps: it takes the number of completed optimizer steps, which rises"
             )
         self._raise_failure()
-        self._step = step
+        self._step, self._end = step, None
         stop = self._stopper is not None and self._stopper.due(step)
         due = stop or (self._interval is not None and step % self._interval == 0)
         stepped, self._steps_at_end = self._optimizer_steps - self._steps_at_end, self._optimizer_steps
@@ -278,6 +280,7 @@ class Checkpointer:
             due
             and self._start(step, wait_s=self.timeout_s if stop or self.busy == "wait" else 0.0) is not None
         )
+        self._end = None if started or self._interval is None else self._state_at_end(found)
         if stop:
             self._end_after(step)
         return started
@@ -342,10 +345,12 @@ class Checkpointer:
         # The other ranks may hang in a collective; nobody waits for them as long as in training.
         self.timeout_s = self._meeting.timeout_s = min(self.timeout_s, ERROR_S)
         unsaved = self._step is not None and (saver.last is None or saver.last.step != self._step)
-        unchanged = self._optimizer_steps == self._steps_at_end and self._step != self._restored_step
+        unchanged = (
+            self._optimizer_steps == self._steps_at_end and self._end is not None and self._end.holds()
+        )
         try:
-            if unsaved and unchanged and self._interval is not None and self._step is not None:
-                self._start(self._step, wait_s=10.0)
+            if unsaved and unchanged and self._step is not None and self._end is not None:
+                self._start(self._step, wait_s=10.0, taken=self._end.taken)
             saver.wait(self.timeout_s)
         except (CkptError, Skip) as error:
             log.warning("rank=%d the state at the error could not be saved: %s", self._meeting.rank, error)
@@ -447,8 +452,21 @@ class Checkpointer:
         if waited:
             self._metrics.add(stall_seconds_total=waited)
 
-    def _start(self, step: int, *, wait_s: float, tag: str = "", pin: bool = False) -> Save | None:
-        """Begin a save; None where it is skipped."""
+    def _state_at_end(self, found: Registration) -> "_End":
+        loose = [h.tensor for h in found.table.holdings if not h.fenced and h.tensor is not None]
+        taken = found.take(self._meeting.lead, self._saver.device)
+        return _End(taken, loose, [tensor._version for tensor in loose])
+
+    def _start(
+        self,
+        step: int,
+        *,
+        wait_s: float,
+        tag: str = "",
+        pin: bool = False,
+        taken: dict[str, Any] | None = None,
+    ) -> Save | None:
+        """Begin a save; None where it is skipped. `taken` is the state of loaders and generators, where it is not that of now."""
         found = self._needed()
         if self._opened.cached and self._restored_step is None:
             raise UsageError(
@@ -462,7 +480,8 @@ class Checkpointer:
         self._requests += 1
         key = f"save/{self._requests}/{step}"
         self._event({"event": "requested", "step": step})
-        plan, taken = self._plan, found.take(self._meeting.lead, self._saver.device)
+        plan = self._plan
+        taken = found.take(self._meeting.lead, self._saver.device) if taken is None else taken
         try:
             save = self._saver.start(
                 step,
@@ -560,6 +579,24 @@ _MIDDLE = (
     "gradients are there that no optimizer step has used: this is in the middle of gradient accumulation. Call on_step_end after the "
     "optimizer's step, with the number of completed steps"
 )
+
+
+@dataclass(frozen=True)
+class _End:
+    """The end of a step that was not saved: what a save after an error in the next step, whose batch is taken by then, must hold.
+
+    Attributes:
+        taken: Of loaders, generators, schedulers.
+        loose, versions: The tensors that no optimizer owns, and how often each had been changed.
+    """
+
+    taken: dict[str, Any]
+    loose: list[torch.Tensor]
+    versions: list[int]
+
+    def holds(self) -> bool:
+        """Whether the step that failed has changed none of these tensors."""
+        return [tensor._version for tensor in self.loose] == self.versions
 
 
 def _check(every: int | None, durable_every: int | None, replicas: str, busy: str, max_failures: int) -> None:

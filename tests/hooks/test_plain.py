@@ -142,6 +142,49 @@ def test_what_is_no_tensor_comes_back(tmp_path: Path) -> None:
     assert extra2.state == {"note": "ä", "nothing": None, "raw": b"\0\1"}
 
 
+class Loader:
+    """Counts batches."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("forward", [False, True])
+def test_an_error_in_a_step_loses_neither_the_step_before_nor_a_batch(forward: bool, tmp_path: Path) -> None:
+    """By then the batch is taken and generators have drawn: what is saved is of the end of the step before, or nothing
+    where the forward pass has changed a buffer."""
+    net, opt, step = make("plain", 0, 1)
+    loader = Loader()
+    with pytest.raises(ZeroDivisionError), run(tmp_path, every=10) as ckpt:
+        ckpt.register(model=net, optimizer=opt, loader=loader)
+        ckpt.restore()
+        loader.at = 1
+        step(0)
+        ckpt.on_step_end(1)
+        after = torch.get_rng_state()
+        loader.at = 2
+        torch.rand(5)
+        if forward:
+            net(batch(1))
+        raise ZeroDivisionError
+
+    net2, opt2, _ = make("plain", 0, 1)
+    loader2 = Loader()
+    with run(tmp_path) as ckpt:
+        ckpt.register(model=net2, optimizer=opt2, loader=loader2)
+        assert ckpt.restore() == (0 if forward else 1)
+
+    if not forward:
+        assert differing(whole(net, opt), whole(net2, opt2)) == []
+        assert loader2.at == 1 and torch.equal(torch.get_rng_state(), after)
+
+
 def test_tensors_of_every_kind(tmp_path: Path) -> None:
     """Element types, no axes, no elements, other strides: all come back, in the memory they were in."""
     tensors = {

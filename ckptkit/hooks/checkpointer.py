@@ -107,6 +107,7 @@ class Checkpointer:
         self._optimizer_steps = 0
         self._steps_at_end = 0
         self._end: _End | None = None
+        self._loose: list[torch.Tensor] | None = None
         self._failures = 0
         self._fatal: CkptError | None = None
         self._replan = False
@@ -453,9 +454,10 @@ class Checkpointer:
             self._metrics.add(stall_seconds_total=waited)
 
     def _state_at_end(self, found: Registration) -> "_End":
-        loose = [h.tensor for h in found.table.holdings if not h.fenced and h.tensor is not None]
+        if self._loose is None:
+            self._loose = [h.tensor for h in found.table.holdings if not h.fenced and h.tensor is not None]
         taken = found.take(self._meeting.lead, self._saver.device)
-        return _End(taken, loose, [tensor._version for tensor in loose])
+        return _End(taken, self._loose, [tensor._version for tensor in self._loose])
 
     def _start(
         self,
@@ -473,6 +475,7 @@ class Checkpointer:
                 "restore comes before the first save; restore(fresh=True) where nothing is to be restored"
             )
         began = time.perf_counter()
+        self._loose = None  # a save looks all tensors up again
         if self._replan or found.table.unforeseen():
             self._saver.drain(self.timeout_s)
             found.replan()

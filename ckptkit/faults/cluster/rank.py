@@ -26,6 +26,7 @@ from ckptkit.core.destination import Written
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.layouts import Layout
 from ckptkit.core.shards import shards
+from ckptkit.errors import StoreError
 from ckptkit.formats.native import NativeFormat
 from ckptkit.formats.native_manifest import INDEX, about, extras_bytes
 from ckptkit.formats.reference import Truth, leaf_digests, random_values, regions, stored_truth
@@ -189,15 +190,15 @@ class Rank:
         while True:
             located = self.client.locate(timeout)
             found["attempts"] += 1
-            why = ""
+            why, late = "", False
             if located is not None:
-                why = self._load(located, found)
-            if self.client.report(not why, why, timeout):
+                why, late = self._load(located, found)
+            if self.client.report(not why, why, timeout, late=late):
                 step, epoch = (located.step, located.epoch) if located is not None else (None, None)
                 return {**found, "step": step, "epoch": epoch}
 
-    def _load(self, located: Located, found: dict[str, Any]) -> str:
-        """Why this rank cannot use the version; empty where it can."""
+    def _load(self, located: Located, found: dict[str, Any]) -> tuple[str, bool]:
+        """Why this rank cannot use the version, empty where it can; and whether it may be tried again."""
         try:
             with LocatedStore(self.client, located) as store:
                 try:
@@ -206,13 +207,13 @@ class Rank:
                     )
                 finally:
                     found["sources"] = dict(store.bytes_from)
-            return ""
+            return "", False
         except WrongError as error:
             found["wrong"].append(str(error))
-            return str(error)
+            return str(error), False
         except Exception as error:  # noqa: BLE001  (whatever it is, this rank cannot use the version)
             found["passed_over"].append(f"step {located.step}: {type(error).__name__}: {error}")
-            return found["passed_over"][-1]
+            return found["passed_over"][-1], isinstance(error, StoreError)
 
     def begin(self, step: int, wait: bool = False, **_: Any) -> dict[str, Any]:
         slot = self.client.begin(step, self.model.nbytes, wait=wait)

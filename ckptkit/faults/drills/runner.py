@@ -6,6 +6,7 @@ Each runs in a folder of its own, on tmpfs where there is room, since it stands 
 import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import ckptkit
 from ckptkit.errors import CkptError
 from ckptkit.faults.cluster.nodes import Failed
 from ckptkit.faults.drills.base import Drill, chosen
@@ -46,7 +48,17 @@ def run_drill(drill: Drill, seed: int, shared: str | None = None) -> Verdict:
             stage.verdict.findings.append(f"the drill ended with {type(error).__name__}: {error}")
             stage.verdict.error = traceback.format_exc()
         stage.clock.end()
+        stage.verdict.findings = [_anywhere(text, base) for text in stage.verdict.findings]
+        stage.verdict.error = _anywhere(stage.verdict.error, base)
         return stage.verdict
+
+
+def _anywhere(text: str, folder: Path) -> str:
+    """A text without the places that files have on this machine: a report is for others, too."""
+    package = Path(ckptkit.__file__).parent
+    return (
+        text.replace(str(folder), "DRILL").replace(str(package), package.name).replace(sys.prefix, "PYTHON")
+    )
 
 
 def _stage(drill: Drill, seed: int, base: Path, shared: Path) -> Any:

@@ -88,7 +88,7 @@ class Clock:
 
     def __init__(self, verdict: Verdict) -> None:
         self.verdict = verdict
-        self._began = time.monotonic()
+        self._began, self._began_wall = time.monotonic(), time.time()
         self._fault: float | None = None
 
     def note(self, kind: str, text: str) -> None:
@@ -97,6 +97,12 @@ class Clock:
         self.verdict.timeline.append(Event(now - self._began, kind, text))
         if kind == "fault" and self._fault is None:
             self._fault = now
+
+    def note_past(self, wall: float, kind: str, text: str) -> None:
+        """An event that is learned of afterwards, by the time that a log gives it."""
+        events = self.verdict.timeline
+        events.append(Event(max(wall - self._began_wall, 0.0), kind, text))
+        events.sort(key=lambda event: event.at_s)
 
     @property
     def open(self) -> bool:

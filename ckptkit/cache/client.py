@@ -168,8 +168,10 @@ class CacheClient:
         self._attempt = int(found["attempt"])
         return located_from(found["decision"]) if "decision" in found else None
 
-    def report(self, ok: bool, why: str = "", timeout_s: float = 120.0) -> bool:
+    def report(self, ok: bool, why: str = "", timeout_s: float = 120.0, *, late: bool = False) -> bool:
         """Say whether this rank has read and verified all that it needs, and wait for all others.
+
+        `late`: what failed may succeed when it is tried again (a `StoreError`: some copy was not reached); the next attempt may have the same step.
 
         True: every rank has; train on. False: a rank has not, another attempt was decided; call `locate` again and start over.
 
@@ -177,7 +179,7 @@ class CacheClient:
         """
         attempt = self._attempt
         try:
-            self._call_until("restore_report", timeout_s, attempt=attempt, ok=ok, why=why)
+            self._call_until("restore_report", timeout_s, attempt=attempt, ok=ok, why=why, late=late)
         except RefusedError as error:
             if error.facts.get("code") != 409 or self.fenced:
                 raise

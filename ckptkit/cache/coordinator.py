@@ -10,13 +10,11 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from ckptkit.cache.events import (
-    AskInventories,
     Broadcast,
     CoordinatorEvent,
     DurableListed,
     Effect,
     InventoryArrived,
-    ListDurable,
     ManifestWritten,
     Note,
     Received,
@@ -35,7 +33,6 @@ from ckptkit.cache.messages import (
     DrainRequest,
     Epoch,
     Holding,
-    Inventory,
     Poll,
     Record,
     RestoreDecision,
@@ -45,7 +42,8 @@ from ckptkit.cache.messages import (
     Vote,
 )
 from ckptkit.cache.placement import Cliques
-from ckptkit.cache.restore import choose, safe
+from ckptkit.cache.restore import safe
+from ckptkit.cache.restoring import Restoring
 from ckptkit.cache.settings import Settings
 
 MOST_ABORTED = 128
@@ -83,19 +81,16 @@ class Coordinator:
     ) -> None:
         self.epoch, self.settings = epoch, settings
         self.cliques = Cliques(epoch.domains, epoch.copies)
+        before = stored
         if stored is None or (stored.epoch, stored.inc) != (epoch.epoch, epoch.inc):
             stored = CoordinatorRecord(epoch.epoch, epoch.inc)
-        self.restore, self.record = stored.restore, stored.record
+        self.record = stored.record
+        self.restoring = Restoring(self, before, now)
         self.bans = self.record.bans if self.record else Bans()
         self.ballots: dict[int, Ballot] = {}
         self._latencies: deque[float] = deque(maxlen=32)
         self._copying: Copying | None = None
         self._begin_copying(now)
-        self._inventories: dict[str, Inventory] = {}
-        self._durable: DurableListed | None = None
-        self._choosing = self.restore is None
-        self._deadline = now + settings.inventory_s
-        self._loaded: set[str] = set()
         self._drained: set[str] = set()
         self._drain_fails: float | None = None
         self._drain_due = self._writing_manifest = False
@@ -111,7 +106,11 @@ class Coordinator:
             return made, [Broadcast(made.record)]
         if made.restore is not None:
             return made, [Broadcast(made.restore)]
-        return made, [AskInventories(epoch), ListDurable()]
+        return made, made.restoring.ask(now)
+
+    @property
+    def restore(self) -> RestoreDecision | None:
+        return self.restoring.decision
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[Effect]:
         """What to do about it, in this order (`events`)."""
@@ -119,11 +118,9 @@ class Coordinator:
             case Received(message):
                 return self._received(message, now)  # type: ignore[arg-type]
             case InventoryArrived(node, inventory):
-                return self._inventory(node, inventory, now)
+                return self.restoring.inventory(node, inventory, now)
             case DurableListed():
-                self._durable = event
-                self.bans = self.bans.union(event.bans)
-                return self._choose(now)
+                return self.restoring.listed(event, now)
             case ManifestWritten():
                 return self._manifest(event, now)
             case Tick():
@@ -256,80 +253,12 @@ class Coordinator:
 
     # --- the restore ------------------------------------------------------------------------------------------------------
 
-    def _inventory(self, node: str, inventory: Inventory | None, now: float) -> list[Effect]:
-        if inventory is None or not self._choosing:
-            return []
-        self._inventories[node] = inventory
-        self.bans = self.bans.union(inventory.bans)
-        return self._choose(now)
-
-    def _choose(self, now: float) -> list[Effect]:
-        """Decide what is restored, once all members and the durable storage were asked, or time is up."""
-        if not self._choosing:
-            return []
-        asked = all(node in self._inventories for node in self.epoch.ranks) and not self._hashing()
-        listed = self._durable is not None and not self._durable.failure
-        if not (asked and listed) and now < self._deadline:
-            return []
-        self._choosing = False
-        durable = self._durable.shards if self._durable else ()
-        excluded = self.restore.excluded if self.restore else ()
-        if self.restore and self.restore.version:
-            excluded = (*excluded, self.restore.version)
-        choice = choose(self._inventories, durable, self.bans, excluded, self.cliques)
-        base = RestoreDecision(
-            self.epoch.epoch,
-            self.epoch.inc,
-            self.restore.attempt + 1 if self.restore else 1,
-            excluded=excluded,
-        )
-        if choice is None:
-            self.restore = replace(base, error="" if self.epoch.fresh else self._why_none(durable, listed))
-        else:
-            self.restore = replace(
-                base, version=choice.version, world=choice.world, index_hash=choice.index_hash,
-                sources=choice.sources, digests=choice.digests, keep=choice.keep,
-            )  # fmt: skip
-        self._loaded.clear()
-        return [self._stored(), Broadcast(self.restore)]
-
-    def _hashing(self) -> tuple[str, ...]:
-        """Nodes that have more to show soon."""
-        return tuple(node for node, inventory in self._inventories.items() if inventory.hashing)
-
-    def _why_none(self, durable: tuple, listed: bool) -> str:
-        """Why there is nothing to restore although there may have been, empty where there never was."""
-        silent = sorted(set(self.epoch.ranks) - set(self._inventories))
-        if not listed:
-            why = self._durable.failure if self._durable else "no answer"
-            return f"no whole checkpoint in memory, and the durable storage cannot be listed: {why}"
-        if silent:
-            return f"no whole checkpoint found, and nodes {', '.join(silent[:8])} did not answer"
-        seen = {shard.version for inventory in self._inventories.values() for shard in inventory.shards}
-        seen |= {shard.version for shard in durable}
-        if seen:
-            return f"no whole checkpoint that may be restored; parts or bad copies of {len(seen)} exist, newest {max(seen)}"
-        return ""
-
     def _report(self, report: RestoreReport, now: float) -> list[Effect]:
         if self.record is not None:
             return [Send(report.node, self.record)]
-        if self.restore is None or report.attempt != self.restore.attempt or self.restore.error:
-            return []
-        if report.failure:
-            if self._choosing:
-                return []
-            self._inventories.clear()
-            self._durable = None
-            self._choosing, self._deadline = True, now + self.settings.inventory_s
-            note = Note(
-                "restore_failed",
-                (("attempt", report.attempt), ("node", report.node), ("reason", report.failure)),
-            )
-            return [AskInventories(self.epoch), ListDurable(), note]
-        self._loaded.add(report.node)
-        if self._choosing or self._loaded != set(self.epoch.ranks):
-            return []
+        effects = self.restoring.report(report, now)
+        if not self.restoring.done or self.restore is None:
+            return effects
         version, keep = self.restore.version, self.restore.keep
         cand = version if version != keep else None
         record = Record(
@@ -421,10 +350,7 @@ class Coordinator:
 
     def _tick(self, now: float) -> list[Effect]:
         if self.record is None:
-            again: list[Effect] = (
-                [AskInventories(self.epoch, nodes)] if self._choosing and (nodes := self._hashing()) else []
-            )
-            return again + self._choose(now)
+            return self.restoring.tick(now)
         effects: list[Effect] = []
         if late := self._late(now):
             effects += self._abort(late, "votes are missing")
@@ -450,9 +376,10 @@ class Coordinator:
         if self.record.cand != before:
             assert now is not None
             self._begin_copying(now)
-        return [self._stored(), Broadcast(self.record)]
+        return [self.stored(), Broadcast(self.record)]
 
-    def _stored(self) -> WriteCoordinator:
+    def stored(self) -> WriteCoordinator:
+        """Write down what was decided."""
         return WriteCoordinator(
             CoordinatorRecord(self.epoch.epoch, self.epoch.inc, self.restore, self.record)
         )

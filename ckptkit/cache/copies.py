@@ -14,7 +14,7 @@ from ckptkit.cache.fetch import Peers
 from ckptkit.cache.hashing import leaf_digest, leaf_range, leaves_in
 from ckptkit.cache.messages import Version
 from ckptkit.core.catalog import LEAF
-from ckptkit.errors import CkptError, CorruptionError
+from ckptkit.errors import CkptError, CorruptionError, StoreError
 from ckptkit.formats.native_columns import file_name
 from ckptkit.formats.native_digests import RankDigests
 from ckptkit.formats.native_manifest import digests_name, extras_name
@@ -22,6 +22,8 @@ from ckptkit.stores.base import Store
 
 T = TypeVar("T")
 Arrived = Callable[[int], None]
+_GONE = (404, 410, 416)
+"""What a peer answers that has no such shard any more."""
 
 
 class Copy(ABC):
@@ -91,7 +93,7 @@ class DurableCopy(Copy):
 def digests_of(copies: Sequence[Copy], digest: str) -> tuple[bytes, RankDigests]:
     """The `.digests` of a rank file with this content digest (hex), from the first copy that has it.
 
-    Raises CorruptionError that names every copy.
+    Raises CorruptionError that names every copy, StoreError where one of them was not reached.
     """
 
     def load(copy: Copy) -> tuple[bytes, RankDigests]:
@@ -105,7 +107,7 @@ def digests_of(copies: Sequence[Copy], digest: str) -> tuple[bytes, RankDigests]
 
 
 def extras_of(copies: Sequence[Copy], digests: RankDigests) -> bytes:
-    """The `.extras` that the digests name, from the first copy that has it. Raises CorruptionError that names every copy."""
+    """The `.extras` that the digests name, from the first copy that has it. Raises as `digests_of`."""
 
     def load(copy: Copy) -> bytes:
         data = copy.small("extras")
@@ -117,13 +119,20 @@ def extras_of(copies: Sequence[Copy], digests: RankDigests) -> bytes:
 
 
 def _first(copies: Sequence[Copy], load: Callable[[Copy], T], what: str) -> T:
-    faults: list[str] = []
+    faults: list[CkptError] = []
     for copy in copies:
         try:
             return load(copy)
         except CkptError as error:
-            faults.append(str(error))
-    raise CorruptionError(f"no copy has its {what}: {'; '.join(faults) or 'there is none'}")
+            faults.append(error)
+    raise none_right(f"no copy has its {what}", faults)
+
+
+def none_right(what: str, faults: Sequence[CkptError]) -> CkptError:
+    """The error of a shard that no copy gives: corrupt only where every copy was read."""
+    text = f"{what}: {'; '.join(map(str, faults)) or 'there is none'}"
+    late = any(isinstance(fault, StoreError) and fault.facts.get("code") not in _GONE for fault in faults)
+    return StoreError(text) if late else CorruptionError(text)
 
 
 def wrong_leaves(digests: RankDigests, start: int, data: memoryview) -> Iterator[int]:
@@ -184,12 +193,12 @@ def fill(
         The copy that gave most.
 
     Raises:
-        CorruptionError: some leaf is right in no copy; names all of them.
+        CorruptionError: some leaf is right in no copy; names all of them. StoreError where one of them was not reached.
     """
     stop = start + buffer.nbytes
     due: list[tuple[int, int]] = [(start, stop)]
     most: Copy | None = None
-    faults: list[str] = []
+    faults: list[CkptError] = []
     for copy in copies:
         for _ in range(2):  # a second time, since a flip may have happened on the way
             bad: list[int] = []
@@ -202,7 +211,7 @@ def fill(
                     bad += check.wrong
             except CkptError as error:
                 told(copy, -2, str(error))
-                faults.append(str(error))
+                faults.append(error)
                 break
             most = most or copy
             for leaf in bad:
@@ -211,7 +220,6 @@ def fill(
             if not due:
                 return most
         else:
-            faults.append(f"{copy.where}: {len(due)} leaves differ, the first at byte {due[0][0]}")
-    raise CorruptionError(
-        f"no copy has bytes {due[0][0]}:{due[-1][1]} right: {'; '.join(faults) or 'there is none'}"
-    )
+            differ = f"{copy.where}: {len(due)} leaves differ, the first at byte {due[0][0]}"
+            faults.append(CorruptionError(differ))
+    raise none_right(f"no copy has bytes {due[0][0]}:{due[-1][1]} right", faults)

@@ -222,7 +222,9 @@ class Daemon:
 
     def start_node(self, table: SlotTable, epoch: Epoch | None, bans: Bans) -> None:
         """Begin with a table of slots, new or recovered."""
-        self.node, effects = Node.start(self.config.node, table, epoch, bans, self.settings, self.now())
+        self.node, effects = Node.start(
+            self.config.node, table, epoch, bans, self.settings, self.now(), self.node.record
+        )
         self.puller.slot_bytes = table.slot_bytes
         self.effects.perform(effects)
 

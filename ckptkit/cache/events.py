@@ -74,10 +74,14 @@ class Abort:
 
 @message
 class Loaded:
-    """The rank has loaded and verified what restore `attempt` decided, or could not (`failure`)."""
+    """The rank has loaded and verified what restore `attempt` decided, or could not (`failure`).
+
+    `late`: some copy was not reached, so that it may succeed when tried again.
+    """
 
     attempt: Count
     failure: Reason = ""
+    late: bool = False
 
 
 @message
@@ -220,7 +224,7 @@ NodeEvent = (
 
 @dataclass(frozen=True, slots=True)
 class InventoryArrived:
-    """A node's inventory, or None: it could not be had. The shell asks members until one arrives, others once."""
+    """A node's inventory, or None: it could not be had."""
 
     node: str
     inventory: Inventory | None
@@ -418,7 +422,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class AskInventories:
-    """Fetch the inventories of these nodes (empty: all members, and former members that are known)."""
+    """Fetch the inventories of these nodes (empty: all members), once each. Ends in `InventoryArrived` for each."""
 
     epoch: Epoch
     nodes: tuple[str, ...] = ()

@@ -13,7 +13,16 @@ import xxhash
 
 from ckptkit import stores
 from ckptkit.cache.codec import MessageError, decode
-from ckptkit.cache.copies import Arrived, Copy, DurableCopy, MappedCopy, PeerCopy, digests_of, extras_of
+from ckptkit.cache.copies import (
+    Arrived,
+    Copy,
+    DurableCopy,
+    MappedCopy,
+    PeerCopy,
+    digests_of,
+    extras_of,
+    none_right,
+)
 from ckptkit.cache.durable import NO_INC, DurableRun
 from ckptkit.cache.events import DurableListed
 from ckptkit.cache.fetch import Peers
@@ -23,7 +32,7 @@ from ckptkit.cache.outbox import Outbox
 from ckptkit.cache.placement import Cliques
 from ckptkit.cache.restore import Choice, choose
 from ckptkit.cache.tmpfs import Tmpfs
-from ckptkit.errors import CkptError, CorruptionError, StoreError
+from ckptkit.errors import CkptError, StoreError
 from ckptkit.formats.native import step_dir
 from ckptkit.formats.native_columns import file_name
 from ckptkit.formats.native_digests import RankDigests
@@ -189,21 +198,21 @@ class Gathering:
         return extras_of(copies, digests)
 
     def fetch_index(self, index_hash: str, sources: Sequence[str], version: Version) -> None:
-        """Make sure that an index is on this node. Blocks. Raises CorruptionError where nobody gives it right."""
+        """Make sure that an index is on this node. Blocks. Raises CorruptionError where nobody gives it right, StoreError where one was not reached."""
         if (fd := self.tmpfs.open_index(index_hash)) is not None:
             os.close(fd)
             return
-        faults = []
+        faults: list[CkptError] = []
         for source in dict.fromkeys(sources):
             try:
                 data = self._index_at(source, index_hash, version)
             except CkptError as error:
-                faults.append(str(error))
+                faults.append(error)
                 continue
             if data is not None and xxhash.xxh3_128_hexdigest(data) == index_hash:
                 self.tmpfs.put_index(index_hash, data)
                 return
-        raise CorruptionError(f"no node gives the index {index_hash}: {'; '.join(faults) or 'none has it'}")
+        raise none_right(f"no node gives the index {index_hash}", faults)
 
     def _index_at(self, source: str, index_hash: str, version: Version) -> bytes | None:
         if source == DURABLE:

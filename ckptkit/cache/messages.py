@@ -206,6 +206,11 @@ class Record:
     degraded: bool = False
     bans: Bans = Bans()
 
+    @property
+    def acknowledged(self) -> tuple[Version, ...]:
+        """What was told to be committed or durable, and is protected."""
+        return tuple(dict.fromkeys(v for v in (self.newest, self.keep, self.durable) if v is not None))
+
     def rejects(self, version: Version) -> bool:
         """Whether a version of this record's epoch is decided, and not committed."""
         if (version.epoch, version.inc) != (self.epoch, self.inc) or version == self.newest:
@@ -247,7 +252,8 @@ class RestoreDecision:
     """What all ranks of an epoch restore, or `error`. `sources[p]` are the places of shard p, unordered
     (`restore.nearest` orders them for a node), `digests[p]` its digest.
 
-    `keep` becomes that of the first record, should all ranks succeed. `former` says where sources are that are no members: a node that
+    `keep` becomes that of the first record, should all ranks succeed. `excluded` failed in earlier attempts; `passed_over` says why these, and others that
+    were committed, are not restored. `former` says where sources are that are no members: a node that
     has lost its memory does not know them.
     """
 
@@ -261,6 +267,7 @@ class RestoreDecision:
     digests: Annotated[tuple[Digest, ...], AtMost(MAX_RANKS)] = ()
     keep: Version | None = None
     excluded: Annotated[tuple[Version, ...], AtMost(1000)] = ()
+    passed_over: Annotated[tuple[Reason, ...], AtMost(1001)] = ()
     error: Reason = ""
     former: Places = ()
 
@@ -350,13 +357,14 @@ class OfferAnswer:
 
 @message
 class RestoreReport:
-    """All ranks of a node have loaded what was decided, or one could not (`failure`)."""
+    """All ranks of a node have loaded what was decided, or one could not (`failure`; `late`: trying again may help)."""
 
     epoch: Count
     inc: Inc
     node: NodeId
     attempt: Count
     failure: Reason = ""
+    late: bool = False
 
 
 @message
@@ -394,7 +402,8 @@ class Inventory:
     """Every readable shard of a node. It may be of any epoch; readers verify what they take.
 
     `hashing` counts those that are whole, but whose digests are still being computed: they will be there soon.
-    `former` are the members of epochs before this one that the node remembers: they may have shards, too.
+    `former` are the members of epochs before this one that the node remembers: they may have shards, too. `epoch` and `inc` are those that it has
+    accepted, `committed` what it knows to have been committed or durable.
     """
 
     node: NodeId
@@ -402,6 +411,9 @@ class Inventory:
     hashing: Count = 0
     bans: Bans = Bans()
     former: Places = ()
+    epoch: Count = 0
+    inc: Annotated[str, Matching("([0-9a-f]{32})?", "incarnation or nothing")] = ""
+    committed: Annotated[tuple[Version, ...], AtMost(8)] = ()
 
 
 ToNode = Record | RestoreDecision | Offer | OfferAnswer | CopyLost | BanRequest

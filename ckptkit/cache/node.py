@@ -97,19 +97,20 @@ class Node:
         self.saves = Saves(self)
         self.replication = Replication(self)
         self.draining = Draining(self)
-        self._loaded: dict[int, str] = {}
+        self._loaded: dict[int, tuple[str, bool]] = {}
         self._reported = self._polled = LONG_AGO
         self._fenced: dict[Owner, float] = {}
 
     @classmethod
     def start(
-        cls, name: str, table: SlotTable, epoch: Epoch | None, bans: Bans, settings: Settings, now: float
-    ) -> tuple["Node", list[Effect]]:
-        """The node at the start of its daemon, from what is stored (empty and free where nothing is).
+        cls, name: str, table: SlotTable, epoch: Epoch | None, bans: Bans, settings: Settings, now: float,
+        record: Record | None = None,
+    ) -> tuple["Node", list[Effect]]:  # fmt: skip
+        """The node at the start of its daemon, from what is stored (empty and free where nothing is), or with another table (`record`: its last).
 
         Slots that a rank was writing stay reserved for it until it comes back or exits; digests and pulls that were under way begin again.
         """
-        node = cls(name, table, epoch, bans, settings)
+        node = cls(name, table, epoch, bans, settings, record)
         return node, node._recover(now)
 
     # --- what the shell reads ---------------------------------------------------------------------------------------------
@@ -126,7 +127,11 @@ class Node:
 
     def inventory(self) -> Inventory:
         hashing = sum(r.state == "WRITING" and r.writer_done for r in self.table)
-        return Inventory(self.name, self.table.shards(), hashing, self.bans)
+        epoch, inc = (self.epoch.epoch, self.epoch.inc) if self.epoch is not None else (0, "")
+        known = self.record.acknowledged if self.record is not None else ()
+        return Inventory(
+            self.name, self.table.shards(), hashing, self.bans, epoch=epoch, inc=inc, committed=known
+        )
 
     def acquire(self, version: Version, rank: int) -> SlotRecord | None:
         """Hold a copy of this shard for reading; it is not overwritten before `release`. None: there is none."""
@@ -178,10 +183,10 @@ class Node:
                 return self.saves.seal(session, who, call, now)
             case Abort(slot):
                 return self.saves.give_up(session, who, slot, now)
-            case Loaded(attempt, failure):
+            case Loaded(attempt, failure, late):
                 if self.restore is None or attempt != self.restore.attempt:
                     return [Answer(session, 409, "another attempt of the restore is on")]
-                self._loaded.setdefault(who.rank, failure)
+                self._loaded.setdefault(who.rank, (failure, late))
                 return [Answer(session, 200), *self._report(now)]
             case MarkBad(version):
                 assert self.epoch is not None
@@ -312,11 +317,15 @@ class Node:
         """Say how the node's ranks fared with the restore, once that is known."""
         if self.trains or self.restore is None or self.epoch is None:
             return []
-        failure = next((why for why in self._loaded.values() if why), "")
+        # A failure that trying again will not mend first.
+        failures = sorted((late, rank, why) for rank, (why, late) in self._loaded.items() if why)
+        late, _, failure = failures[0] if failures else (False, 0, "")
         if not failure and len(self._loaded) < len(self.epoch.ranks[self.name]):
             return []
         self._reported = now
-        report = RestoreReport(self.epoch.epoch, self.epoch.inc, self.name, self.restore.attempt, failure)
+        report = RestoreReport(
+            self.epoch.epoch, self.epoch.inc, self.name, self.restore.attempt, failure, late
+        )
         return [Send(self.epoch.coordinator, report)]
 
     def _ban(self, bans: Bans, *, tell: bool = True) -> list[Effect]:

@@ -131,11 +131,12 @@ class Notes:
         daemon.metrics.restore_attempts.inc()
         version = decision.version
         if version is not None:
-            self.restored[version] = self.restored.get(version, 0) + 1
-            daemon.metrics.restore_loop.set(self.restored[version] if self.restored[version] > 1 else 0)
-        for excluded in decision.excluded:
+            if decision.attempt == 1:
+                self.restored[version] = self.restored.get(version, 0) + 1
+            daemon.metrics.restore_loop.set(seen if (seen := self.restored.get(version, 0)) > 1 else 0)
+        for reason in decision.passed_over:
             daemon.metrics.restore_rejected.labels("failed").inc()
-            daemon.log("restore passes over", step=excluded.step, epoch=excluded.epoch)
+            daemon.log("restore passes over", reason=reason)
         daemon.log(
             "restore decided", attempt=decision.attempt, epoch=decision.epoch, step=version.step if version else None,
             of_epoch=version.epoch if version else None, world=decision.world, error=decision.error or None,

@@ -75,6 +75,7 @@ class Effects:
         self._watched: dict[Owner, int] = {}
         self._held: dict[Version, list[SlotRecord]] = {}
         self._saving = False
+        self._asking: set[tuple[str, str]] = set()
 
     def close(self) -> None:
         """Stop watching processes."""
@@ -149,8 +150,10 @@ class Effects:
                 self._state_changed()
             case Note(name, facts):
                 self.d.notes.take(name, dict(facts))
-            case AskInventories(epoch):
-                self.d.task(self._ask_inventories(epoch))
+            case AskInventories(epoch, nodes):
+                assert self.d.coordinator is not None
+                for node in nodes or epoch.ranks:
+                    self.d.task(self._ask_inventory(self.d.coordinator, node))
             case ListDurable():
                 self.d.task(self._list_durable())
             case WriteManifest(version):
@@ -332,33 +335,26 @@ class Effects:
 
     # ── restore ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _ask_inventories(self, epoch: Epoch) -> None:
-        """Former members first, once: the restore is decided when the last member has answered."""
-        former = [item for item in self.d.former.items() if item[0] not in epoch.addresses]
-        await asyncio.gather(*(self._ask_inventory(*item, again=False) for item in former))
-        for node, address in epoch.addresses.items():
-            self.d.task(self._ask_inventory(node, address, again=True))
+    async def _ask_inventory(self, coordinator: Coordinator, node: str) -> None:
+        asking = (coordinator.epoch.inc, node)
+        if asking in self._asking:
+            return
+        self._asking.add(asking)
+        try:
+            found = await self._inventory(node)
+        finally:
+            self._asking.discard(asking)
+        if coordinator is self.d.coordinator:
+            if found is not None:
+                self.d.learn(found.former)
+            self.d.tell_coordinator(InventoryArrived(node, found))
 
-    async def _ask_inventory(self, node: str, address: str, *, again: bool) -> None:
-        coordinator = self.d.coordinator
-        while coordinator is not None and coordinator is self.d.coordinator:
-            found: Inventory | None
-            found = (
-                self.d.node.inventory()
-                if node == self.d.config.node
-                else await self.d.gathering.inventory(address)
-            )
-            if coordinator is not self.d.coordinator:
-                return
-            if found is not None and found.node != node:
-                self.d.log("another node answers", address=address, expected=node, found=found.node)
-                found = None
-            if found is not None:  # first those of whom this node had lost its memory
-                new = self.d.learn(found.former)
-                await asyncio.gather(*(self._ask_inventory(*item, again=False) for item in new.items()))
-                if coordinator is not self.d.coordinator:
-                    return
-            if found is not None or not again:
-                self.d.tell_coordinator(InventoryArrived(node, found))
-                return
-            await asyncio.sleep(1.0 * self.d.scale)
+    async def _inventory(self, node: str) -> Inventory | None:
+        if node == self.d.config.node:
+            return self.d.inventory()
+        address = self.d.address_of(node)
+        found = await self.d.gathering.inventory(address) if address is not None else None
+        if found is not None and found.node != node:
+            self.d.log("another node answers", address=address, expected=node, found=found.node)
+            return None
+        return found

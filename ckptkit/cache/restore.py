@@ -48,6 +48,17 @@ def choose(
     return None
 
 
+def missing(
+    inventories: Mapping[str, Inventory], durable: Iterable[Shard], version: Version
+) -> tuple[int, ...] | None:
+    """The shards of a version of which nobody has a copy, None where nobody has any. Where several layouts share it: of the most complete."""
+    found = [
+        tuple(rank for rank in range(world) if rank not in ranks)
+        for (other, world, _), ranks in _gather(inventories, durable).items() if other == version
+    ]  # fmt: skip
+    return min(found, key=len, default=None)
+
+
 def nearest(sources: Sequence[str], node: str, cliques: Cliques) -> tuple[str, ...]:
     """The places of one shard in the order in which `node` tries them: itself, its clique, other nodes, durable storage."""
     mates = cliques.mates(node)

@@ -55,10 +55,18 @@ class RestoreCalls(CallGroup):
                 }
             )
         if decision is None:
-            return Reply({"state": "deciding", "detail": "inventories are being gathered", **facts})
+            return Reply({"state": "deciding", "detail": self._waiting(), **facts})
         if decision.error:
             return Reply({"state": "failed", "detail": decision.error, **facts})
         return Reply({"state": "located" if decision.version is not None else "none", **facts})
+
+    def _waiting(self) -> str:
+        """What the decision waits for; only the coordinator's node knows."""
+        coordinator = self.d.coordinator
+        names = ", ".join(coordinator.restoring.waiting[:8]) if coordinator is not None else ""
+        if names:
+            return f"nodes {names} have not said yet what they hold"
+        return "inventories are being gathered"
 
     def _decision(self, decision: RestoreDecision) -> dict[str, Any]:
         version, d = decision.version, self.d
@@ -93,7 +101,7 @@ class RestoreCalls(CallGroup):
         return {
             "attempt": decision.attempt, "epoch": version.epoch, "step": version.step, "inc": version.inc, "world": decision.world,
             "index_hash": decision.index_hash, "sources": sources, "digests": list(decision.digests),
-            "url": step_url if everywhere else "", "passed_over": [str(other) for other in decision.excluded],
+            "url": step_url if everywhere else "", "passed_over": list(decision.passed_over),
         }  # fmt: skip
 
     def _cliques(self) -> Cliques:
@@ -115,7 +123,8 @@ class RestoreCalls(CallGroup):
                 attempt=fields.get("attempt"),
                 why=failure,
             )
-        answer = self.called(session, events.Loaded(whole(fields, "attempt"), failure))
+        late = fields.get("late") is True
+        answer = self.called(session, events.Loaded(whole(fields, "attempt"), failure, late))
         if not isinstance(answer, Answer) or answer.code != 200:
             raise refusal(answer)
         return Reply()

@@ -93,7 +93,8 @@ def restore(
         told = meeting.agree(f"{name}/done", _said(error), _first_fault)
         good = told is None
         if client is not None and (good or not told["wrong_model"]):
-            good = client.report(good, "" if good else told["text"], meeting.timeout_s)
+            text, late = ("", False) if told is None else (told["text"], told["late"])
+            good = client.report(good, text, meeting.timeout_s, late=late)
         if good:
             assert catalog is not None
             if (
@@ -111,7 +112,9 @@ def restore(
             raise FormatError(f"rank {told['rank']}: {told['text']}")
         why = "another rank could not use it" if told is None else f"rank {told['rank']}: {told['text']}"
         tried[found_at.name] = why
-        event({"event": "passed_over", "step": found_at.step, "why": why})
+        # With a cache, the next attempt may have the same step.
+        what = "passed_over" if client is None else "restore_failed"
+        event({"event": what, "step": found_at.step, "why": why})
 
 
 @dataclass(frozen=True)
@@ -227,12 +230,17 @@ def _absent(extras: Extras) -> list[str]:
 def _said(error: BaseException | None) -> dict[str, Any] | None:
     if error is None:
         return None
-    return {"text": f"{type(error).__name__}: {error}", "wrong_model": isinstance(error, _WRONG_MODEL)}
+    return {
+        "text": f"{type(error).__name__}: {error}",
+        "wrong_model": isinstance(error, _WRONG_MODEL),
+        "late": isinstance(error, (StoreError, OSError)) and not isinstance(error, FormatError),
+    }
 
 
 def _first_fault(said: Sequence[Any]) -> dict[str, Any] | None:
     faults = [{**one, "rank": rank} for rank, one in enumerate(said) if one is not None]
-    return next((one for one in faults if one["wrong_model"]), faults[0]) if faults else None
+    # First what trying again will not mend.
+    return min(faults, key=lambda one: (not one["wrong_model"], one["late"]), default=None)
 
 
 def _finish(

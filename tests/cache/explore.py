@@ -136,7 +136,7 @@ def steps(world: World, left: Budget) -> Iterator[tuple[Any, ...]]:
     for name, host in world.hosts.items():
         for op in dict.fromkeys(host.ops):
             yield name, f"{name} ends {op}", left, lambda w, n=name, o=op: w.finish(n, o)
-            if left.failures and op[0] in ("hash", "pull", "drain", "manifest", "list"):
+            if left.failures and op[0] in ("hash", "pull", "drain", "manifest", "list", "inventory"):
                 less = replace(left, failures=left.failures - 1)
                 yield name, f"{name} fails at {op}", less, lambda w, n=name, o=op: w.finish(n, o, fails=True)
         if host.node is None:
@@ -272,7 +272,7 @@ def calm(world: World) -> None:
             for told in node.replication.told.values():
                 told.sent = NEVER
         if coordinator is not None:
-            coordinator._deadline, coordinator._manifest_at = 100.0, NEVER
+            coordinator.restoring.deadline, coordinator._manifest_at = 100.0, NEVER
             coordinator._latencies.clear()
             for ballot in coordinator.ballots.values():
                 ballot.started = 0.0

@@ -9,8 +9,9 @@ from unittest.mock import patch
 from ckptkit.cache import events as ev
 from ckptkit.cache import restore
 from ckptkit.cache.coordinator import Coordinator
-from ckptkit.cache.messages import Record, SlotRecord, Version, Vote
+from ckptkit.cache.messages import Inventory, Record, SlotRecord, Version, Vote
 from ckptkit.cache.node import Node
+from ckptkit.cache.restoring import Restoring
 from ckptkit.cache.saves import Saves
 from ckptkit.cache.slots import SlotTable
 
@@ -188,6 +189,36 @@ def manifest_before_all_shards() -> Patches:
 def drained_version_not_protected() -> Patches:
     real = Record.supersedes
     return {(Record, "supersedes"): lambda self, version, own=True: real(self, version, own=False)}
+
+
+def restore_without_a_late_member() -> Patches:
+    real = Restoring.choose
+
+    def choose(self: Restoring, now: float) -> list[Any]:
+        if self.choosing and now >= self.deadline:
+            self._inventories |= {node: Inventory(node, ()) for node in self.waiting}
+        return real(self, now)
+
+    return {(Restoring, "choose"): choose}
+
+
+def inventory_counted_before_its_node_has_joined() -> Patches:
+    real = Restoring.inventory
+
+    def inventory(self: Restoring, node: str, found: Inventory | None, now: float) -> list[Any]:
+        epoch = self.c.epoch
+        return real(self, node, found and replace(found, epoch=epoch.epoch, inc=epoch.inc), now)
+
+    return {(Restoring, "inventory"): inventory}
+
+
+def copy_out_of_reach_taken_for_bad() -> Patches:
+    real = Restoring.report
+    return {(Restoring, "report"): lambda self, report, now: real(self, replace(report, late=False), now)}
+
+
+def committed_step_given_up_at_once() -> Patches:
+    return {(Restoring, "_missed"): lambda self, choice: None}
 
 
 @contextmanager

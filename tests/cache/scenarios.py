@@ -157,6 +157,37 @@ def restarting(hosts: int, ranks: int, own: int = 2, zombies: int = 0) -> World:
     return world
 
 
+def restoring(hosts: int, ranks: int) -> World:
+    """A save is committed and not copied, and the job starts again."""
+    world = copying(hosts, ranks)
+    world.new_epoch(list(world.hosts))
+    world.bag.clear()
+    return world
+
+
+def moving(*, decided: bool) -> World:
+    """A save of two nodes is committed and not copied; the job starts again on the first alone, which may have `decided` what it restores."""
+    world = copying(2, 1)
+    world.new_epoch(["n0"])
+    world.bag.clear()
+    if decided:
+        fair(world, lambda w: (node := w.hosts["n0"].node) is not None and node.restore is not None)
+        world.bag.clear()
+    return world
+
+
+def overtaken() -> World:
+    """A save lacks one vote, whose rank is a zombie by now: the job starts again, and another node coordinates."""
+    world = saving(2, 1)
+    world.act(world.processes[1], "seal")
+    world.finish("n1", world.hosts["n1"].ops[0])
+    world.deliver(*world.bag.pop())
+    world.new_epoch(["n1", "n0"], zombies=1)
+    world.act(next(p for p in world.processes if p.host == "n1"), "join")
+    world.bag.clear()
+    return world
+
+
 def split_brain() -> World:
     """Two incarnations took the same epoch on different nodes and saved the same step; the job starts again on both nodes."""
     world = World(2, 2, 2, 0, SETTINGS, as_set=True)

@@ -20,8 +20,10 @@ from ckptkit.cache.messages import (
     Bans,
     CoordinatorRecord,
     Epoch,
+    Inventory,
     Member,
     Owner,
+    Place,
     Record,
     RestoreDecision,
     Shard,
@@ -37,6 +39,8 @@ from ckptkit.cache.slots import SlotTable
 INDEX = "1d" * 16
 SLOT_BYTES = 1 << 20
 Content = tuple[Any, ...]
+BAD = -1
+"""Instead of an attempt's number: a rank found the version bad."""
 
 
 class Violation(AssertionError):
@@ -68,6 +72,14 @@ class Disk:
     coordinator: CoordinatorRecord | None = None
 
 
+@dataclass(frozen=True)
+class Shown:
+    """What an inventory shows: sealed copies by slot, and versions that were committed."""
+
+    slots: frozenset[tuple[int, int]]
+    committed: tuple[Version, ...]
+
+
 @dataclass
 class Host:
     name: str
@@ -78,7 +90,10 @@ class Host:
     ops: list[tuple[Any, ...]] = field(default_factory=list)
     leased_epoch: int = 0
     seen: tuple[int, int] = (0, 0)
-    heard: set[str] = field(default_factory=set)  # nodes whose inventories came
+    shown: dict[str, Shown] = field(
+        default_factory=dict
+    )  # what nodes had when this coordinator got their inventories
+    listed: bool = False  # whether it got the list of durable versions
     flipped: set[int] = field(default_factory=set)
 
 
@@ -130,6 +145,7 @@ class Past:
         losses, losses_before: Losses so far, and when a version's first shard was sealed.
         flips: Nodes with a bad copy of a version, which is as lost as if their memory were.
         gave_up: Incarnations whose restore could not ask or read everything, so that an older step was right.
+        failed: In which attempts of a restore a version was not reached, or `BAD`, by incarnation.
         durable, manifests: Durable storage.
     """
 
@@ -147,6 +163,7 @@ class Past:
     losses_before: dict[Version, int] = field(default_factory=dict)
     flips: dict[Version, frozenset[str]] = field(default_factory=dict)
     gave_up: set[str] = field(default_factory=set)
+    failed: dict[tuple[str, Version], frozenset[int]] = field(default_factory=dict)
     final: dict[str, Version | None] = field(default_factory=dict)
     decisions: dict[tuple[str, int], RestoreDecision] = field(default_factory=dict)
     by_inc: dict[str, Epoch] = field(default_factory=dict)
@@ -216,7 +233,7 @@ class World:
                 host.disk.content[rest[0].slot] = ("partial", "pull")
         host.node = host.coordinator = None
         host.seen = (0, 0)
-        host.heard = set()
+        host.shown, host.listed = {}, False
         host.ops = []
         for process in self.processes:
             if process.host == name:
@@ -329,12 +346,15 @@ class World:
                     raise Violation("I10", f"manifest of {version} before all its shards")
                 host.ops.append(("manifest", version))
             case ev.AskInventories(epoch, nodes):
-                host.heard = host.heard if nodes else set()
+                if not nodes:
+                    host.shown, host.listed = {}, False
                 self.past.since.setdefault(
                     epoch.inc, Floor(epoch.version(0), Cliques(epoch.domains, epoch.copies))
                 )
                 host.ops += [
-                    ("inventory", name) for name in nodes or self.hosts if ("inventory", name) not in host.ops
+                    ("inventory", name)
+                    for name in nodes or epoch.ranks
+                    if ("inventory", name) not in host.ops
                 ]
             case ev.ListDurable():
                 host.ops.append(("list",))
@@ -448,22 +468,14 @@ class World:
                     coordinator=True,
                 )
             case ("inventory", other):
-                node = self.hosts[other].node
-                inventory = None if fails or node is None else node.inventory()
-                if (
-                    inventory is None
-                    and host.coordinator is not None
-                    and other in host.coordinator.epoch.ranks
-                ):
-                    host.ops.append(op)
-                if inventory is not None:
-                    host.heard.add(other)
+                inventory = None if fails else self._inventory(host, other)
                 self.handle(name, ev.InventoryArrived(other, inventory), coordinator=True)
             case ("list",):
                 shards = tuple(
                     Shard(version, rank, world, INDEX, 1, digest_of(self.past.durable[version, rank]))
                     for version, world in sorted(self.past.manifests.items()) for rank in range(world)
                 )  # fmt: skip
+                host.listed = not fails
                 self.handle(
                     name,
                     ev.DurableListed(() if fails else shards, failure="away" if fails else ""),
@@ -471,6 +483,19 @@ class World:
                 )
             case ("ready", slot):
                 self.handle(name, ev.SlotReady(slot))
+
+    def _inventory(self, host: Host, other: str) -> Inventory | None:
+        """What a coordinator is told by a node, which remembers everyone who is no member any more."""
+        node, coordinator = self.hosts[other].node, host.coordinator
+        if node is None or coordinator is None:
+            return None
+        epoch = coordinator.epoch
+        found = node.inventory()
+        if other not in epoch.ranks or node.epoch == epoch:
+            sealed = ((r.slot, r.seq) for r in node.table if r.state == "SEALED" and not r.damaged)
+            host.shown[other] = Shown(frozenset(sealed), found.committed)
+        former = tuple(Place(place, f"{place}:1") for place in self.hosts if place not in epoch.ranks)
+        return replace(found, former=former)
 
     def _drain(self, host: Host, effect: ev.DrainVersion, fails: bool) -> None:
         assert host.node is not None
@@ -615,7 +640,7 @@ class World:
     def _load(self, process: Process, node: Node, fails: bool) -> None:
         decision = node.restore
         assert decision is not None
-        failure = "told to" if fails else ""
+        failure, late = "told to" if fails else "", False
         if decision.version is not None and not fails:
             same = decision.world == process.epoch.world
             for rank in (process.rank,) if same else range(decision.world):
@@ -625,10 +650,15 @@ class World:
                 content = self.fetch(process.host, shard, order)
                 if content is None:
                     failure = f"no source for shard {rank}"
+                    late = any(source != DURABLE and self.hosts[source].node is None for source in order)
                 elif content != data_of(decision.version, rank):
                     raise Violation("I2", f"rank {process.rank} restored {content} as {decision.version}")
         process.loaded = (decision.attempt, decision.version)
-        self._call(process, ev.Loaded(decision.attempt, failure))
+        if failure and decision.version is not None:
+            key = (decision.inc, decision.version)
+            attempt = decision.attempt if late else BAD
+            self.touch().failed[key] = self.past.failed.get(key, frozenset()) | {attempt}
+        self._call(process, ev.Loaded(decision.attempt, failure, late))
 
     # --- invariants -------------------------------------------------------------------------------------------------------
 
@@ -697,8 +727,9 @@ class World:
         self._check_record(old, new, stored)
 
     def _check_decision(self, host: Host, decision: RestoreDecision) -> None:
-        if decision.excluded or set(self.hosts) - host.heard:
+        if decision.excluded or set(self.hosts) - set(host.shown):
             self.past.gave_up.add(decision.inc)
+        self._check_newest(host, decision)
         if decision.version is not None and (
             len(decision.sources) != decision.world or not all(decision.sources)
         ):
@@ -706,6 +737,42 @@ class World:
         for rank, digest in enumerate(decision.digests):
             if decision.version is not None and digest != digest_of(data_of(decision.version, rank)):
                 raise Violation("I2", f"shard {rank} of {decision.version} was decided from another version")
+
+    def _check_newest(self, host: Host, decision: RestoreDecision) -> None:
+        """I16: a committed version whose shards all have good copies within reach is not passed over for an older one.
+
+        Within reach is what members have, whether they have said so or not; and what others have shown, or may still show in time of a version
+        that somebody has said to be committed.
+        """
+        coordinator = host.coordinator
+        assert coordinator is not None
+        epoch, bans = coordinator.epoch, coordinator.bans
+        said = {version for shown in host.shown.values() for version in shown.committed}
+        early = self.now < coordinator.restoring.deadline
+        found: dict[Version, set[int]] = {}
+        for name, other in self.hosts.items():
+            shown = host.shown.get(name)
+            for slot, record in other.disk.slots.items():
+                version = record.version
+                if version is None or record.state != "SEALED" or record.damaged:
+                    continue
+                there = (slot, record.seq) in shown.slots if shown else name in epoch.ranks or (
+                    early and other.node is not None and version in said)  # fmt: skip
+                if there and other.disk.content.get(slot) == data_of(version, record.rank):
+                    found.setdefault(version, set()).add(record.rank)
+        for version, world in self.past.manifests.items() if host.listed else ():
+            found[version] = set(range(world))
+        for version in self.past.committed.intersection(found) - set(decision.excluded):
+            whole = len(found[version]) == self.past.worlds[version]
+            older = decision.version is None or decision.version < version
+            if whole and older and not bans.hard(version) and not bans.soft(version):
+                raise Violation("I16", f"{version} is whole, but {decision.version} is restored")
+        for version in decision.excluded:
+            failed = self.past.failed.get((decision.inc, version), frozenset())
+            if len(failed) < 3 and BAD not in failed:
+                raise Violation(
+                    "I16", f"{version} is excluded, although only attempts {set(failed)} did not reach it"
+                )
 
     def _check_record(self, old: Record | None, new: Record, stored: CoordinatorRecord) -> None:
         if old is None:

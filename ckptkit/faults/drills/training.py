@@ -33,7 +33,7 @@ RELATIVE = 1e-5
 PATIENCE_S = 240.0
 SETTINGS = {
     "train.batch": 8, "train.micro_batch": 1, "train.seq_len": 32, "train.steps": STEPS, "checkpoint.every": EVERY,
-    "checkpoint.durable_every": DURABLE, "optimizer.warmup": 2,
+    "checkpoint.durable_every": DURABLE, "optimizer.warmup": 2, "data.synthetic_bytes": 1 << 15,
 }  # fmt: skip
 SUPERVISED = """
 run = "{run}"

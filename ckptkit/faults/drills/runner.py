@@ -84,7 +84,7 @@ def run_all(
     """
     wanted = list(jobs)
     # The long ones first, so that none is left over at the end.
-    order = sorted(range(len(wanted)), key=lambda n: wanted[n][0].kind != "zaya")
+    order = sorted(range(len(wanted)), key=lambda n: (wanted[n][0].kind != "zaya", -wanted[n][0].faults))
     found: dict[int, Verdict] = {}
     with folder() as shared:
         # A worker that dies takes its pool with it; what is left is run by the next one.

@@ -13,7 +13,8 @@ import torch
 
 from ckptkit.core.catalog import LEAF
 from ckptkit.hooks.buffers import HostBuffer, segments
-from ckptkit.hooks.moving import HostCopies, Streams
+from ckptkit.hooks.moving import Streams
+from ckptkit.hooks.parts import HostCopies
 
 BOUNCE = 64 * LEAF
 """Bytes of one of the two pinned buffers that copies bounce through."""
@@ -30,7 +31,6 @@ class DeviceStreams(Streams):
         self.device = device
         self.copies = torch.cuda.Stream(device)
         self.packs = torch.cuda.Stream(device)
-        self.tables = torch.cuda.Stream(device)
         self._packed = [torch.cuda.Event(), torch.cuda.Event()]
         self._taken = [torch.cuda.Event(), torch.cuda.Event()]
         self._bounce = (
@@ -41,15 +41,12 @@ class DeviceStreams(Streams):
         self._next = 0
 
     def begin(self) -> None:
-        for stream in (self.packs, self.copies):
-            stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.packs.wait_stream(torch.cuda.current_stream(self.device))
+        self.copies.wait_stream(self.packs)
 
     def end(self) -> None:
         for stream in (self.copies, self.packs):
             stream.synchronize()
-
-    def making_tables(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self.tables)
 
     def packing(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self.packs)
@@ -60,10 +57,10 @@ class DeviceStreams(Streams):
             if not self._bounce:
                 copies.run(buffer, non_blocking=True)
                 return
-            for part in copies.parts:
-                raw = part.source.reshape(-1).view(torch.uint8)
+            for source, offset in copies.pieces:
+                raw = source.reshape(-1).view(torch.uint8)
                 for at in range(0, raw.numel(), BOUNCE):
-                    self._through(raw[at : at + BOUNCE], buffer, part.offset + at)
+                    self._through(raw[at : at + BOUNCE], buffer, offset + at)
 
     def before_pack(self, half: int) -> None:
         self.packs.wait_event(self._taken[half])

@@ -230,7 +230,7 @@ def explicit(held: Sequence[Held], places: Places) -> list[Holding]:
         found.append(
             Holding(
                 name, local, first, last, one.role, tuple(tensor.shape), tensor.dtype, tensor.device, tensor,
-                fenced=one.role != "buffer",
+                fenced=one.role != "buffer", item=one.tensor,
             )
         )  # fmt: skip
     return found

@@ -14,23 +14,53 @@ import torch
 from ckptkit.core.catalog import LEAF, Catalog
 from ckptkit.core.copies import Copies
 from ckptkit.errors import CorruptionError
-from ckptkit.hooks.buffers import HostBuffer
+from ckptkit.hooks.buffers import HostBuffer, segments
 from ckptkit.hooks.device import DeviceStreams
 from ckptkit.hooks.holdings import Holding
-from ckptkit.hooks.moving import SHIFTED, Part, Snapshot, Streams
+from ckptkit.hooks.moving import SHIFTED, Ring, Snapshot, Streams, ring_nbytes
+from ckptkit.hooks.parts import Part
+from ckptkit.kernels.digest import as_bytes
 
 I64 = npt.NDArray[np.int64]
 
 BATCH = 64 * LEAF
-"""Bytes of whole leaves in the first batch; each one after it has twice as many, since a batch costs the host time of its own."""
+"""Bytes of the first batch; each one after it has twice as many, since a batch costs the host time of its own."""
 
 
 @dataclass(frozen=True)
 class Direct:
-    """The copies of one source file that can go directly, and the rows that they are."""
+    """The copies of one source file that can go directly, in order of their bytes in it, and the rows that they are.
+
+    Attributes:
+        tensors: Which each fills; `at`: from which of its bytes on.
+        low, high: Bytes of the file.
+    """
 
     rows: I64
-    parts: list[Part]
+    tensors: list[torch.Tensor]
+    at: I64
+    low: I64
+    high: I64
+
+    @property
+    def nbytes(self) -> int:
+        return int((self.high - self.low).sum())
+
+    def parts(self, start: int, stop: int) -> list[Part]:
+        """What lies in `[start, stop)` of the file, cut at its edges and those of registrations."""
+        first, last = np.searchsorted(self.high, start, side="right"), np.searchsorted(self.low, stop)
+        mine = slice(int(first), int(last))
+        low, high = np.maximum(self.low[mine], start), np.minimum(self.high[mine], stop)
+        at = self.at[mine] + low - self.low[mine]
+        found = []
+        for tensor, a, b, begin in zip(
+            self.tensors[mine], low.tolist(), high.tolist(), at.tolist(), strict=True
+        ):
+            raw = as_bytes(tensor)
+            for offset, nbytes in segments(a, b - a):
+                shift = begin + offset - a
+                found.append(Part(raw if nbytes == raw.numel() else raw[shift : shift + nbytes], offset))
+        return found
 
 
 def direct_rows(
@@ -49,18 +79,12 @@ def direct_rows(
     start = source.files[file].data_start
     size = source.files[file].size - start
     loops = np.prod(copies.shape, axis=1) if copies.shape.shape[1] else np.ones(len(copies), np.int64)
-    flat = (copies.src_file == file) & (loops == 1) & (copies.src_dtype == copies.dst_dtype)
-    kept = []
-    for row in np.flatnonzero(flat).tolist():
-        tensor = holdings[int(copies.dst_entry[row])].tensor
-        assert tensor is not None
-        if tensor.device != device or not tensor.is_contiguous():
-            continue
-        at = int(copies.dst[row]) - offsets[int(copies.dst_entry[row])]
-        shift = (tensor.data_ptr() + at - (int(copies.src[row]) - start)) % 16
-        if not shift or int(copies.src_run[row]) <= SHIFTED:
-            kept.append(row)
-    rows = np.asarray(kept, np.int64)
+    rows = np.flatnonzero((copies.src_file == file) & (loops == 1) & (copies.src_dtype == copies.dst_dtype))
+    entry = copies.dst_entry[rows]
+    address = np.array([_address(h.tensor, device) for h in holdings], np.int64)[entry]
+    at = copies.dst[rows] - np.asarray(offsets, np.int64)[entry]
+    shifted = (address + at - (copies.src[rows] - start)) % 16 != 0
+    rows = rows[(address >= 0) & ~(shifted & (copies.src_run[rows] > SHIFTED))]
     whole = _stored(source, file, size)
     while len(rows):
         low, high = copies.src[rows] - start, copies.src_end[rows] - start
@@ -70,15 +94,17 @@ def direct_rows(
         if inside.all():
             break
         rows = rows[inside]
-    parts = []
-    for row in rows.tolist():
-        entry = int(copies.dst_entry[row])
-        tensor = holdings[entry].tensor
-        assert tensor is not None
-        at, nbytes = int(copies.dst[row]) - offsets[entry], int(copies.src_run[row])
-        raw = tensor.reshape(-1).view(torch.uint8)[at : at + nbytes]
-        parts.append(Part(raw, int(copies.src[row]), nbytes, (nbytes,), False))
-    return Direct(rows, sorted(parts, key=lambda part: part.offset))
+    rows = rows[np.argsort(copies.src[rows], kind="stable")]
+    entry, low = copies.dst_entry[rows], copies.src[rows]
+    tensors = [tensor for k in entry.tolist() if (tensor := holdings[k].tensor) is not None]
+    at = copies.dst[rows] - np.asarray(offsets, np.int64)[entry]
+    return Direct(rows, tensors, at, low, low + copies.src_run[rows])
+
+
+def _address(tensor: torch.Tensor | None, device: torch.device) -> int:
+    """Of a tensor that can be filled byte by byte on a device; else -1."""
+    fits = tensor is not None and tensor.device == device and tensor.is_contiguous()
+    return tensor.data_ptr() if tensor is not None and fits else -1
 
 
 def _stored(source: Catalog, file: int, size: int) -> I64:
@@ -115,31 +141,32 @@ def load(
     device: torch.device,
     *,
     packs: bool | None = None,
+    batch: int = BATCH,
 ) -> int:
     """Fill tensors from a mapped rank file, and check what arrived; gives the leaves that were compared.
 
+    A batch's copies begin before its tables are made, and it is digested while the next one is copied; the host waits only at the end.
+
     Raises CorruptionError for a leaf that is not what its digest says. The tensors hold its bytes then.
     """
+    if not len(direct.rows):
+        return 0
     found = source.files[file]
     assert source.leaves is not None
     leaves = source.leaves(file)
     assert leaves is not None
-    expected = torch.from_numpy(np.array(leaves.digests))
+    size = found.size - found.data_start
     streams: Streams = DeviceStreams(device, False) if device.type == "cuda" else Streams()
+    compared: list[tuple[I64, torch.Tensor]] = []
     streams.begin()
-    begun: list[tuple[Snapshot, torch.Tensor]] = []
-    for parts in _batches(direct.parts, found.data_start):
-        with streams.making_tables():  # of a batch while the one before is copied
-            snapshot = Snapshot(parts, device, found.data_start, found.size - found.data_start, packs=packs)
-            wanted = snapshot.wanted(expected)
-        with streams.packing():
-            begun.append((snapshot, snapshot.load(buffer, wanted, streams)))
+    with streams.packing():
+        ring = Ring(device, ring_nbytes(size))  # before anything that its memory could have been of
+        for low, high in batches(size, batch):
+            parts = direct.parts(found.data_start + low, found.data_start + high)
+            snapshot = Snapshot(parts, device, found.data_start, size, packs=packs, ring=ring)
+            compared.append((snapshot.device_leaves, snapshot.load(buffer, leaves.digests, streams)))
     streams.end()
-    wrong = [
-        int(leaf)
-        for snapshot, good in begun
-        for leaf in snapshot.device_leaves[~good.cpu().numpy().astype(bool)]
-    ]
+    wrong = [int(leaf) for which, good in compared for leaf in which[~good.cpu().numpy()]]
     if wrong:
         raise CorruptionError(
             f"leaf {wrong[0]} of {found.path} in {source.where} (and {len(wrong) - 1} more) arrived on {device} otherwise than its digest "
@@ -147,23 +174,12 @@ def load(
             file=found.path,
             leaf=wrong[0],
         )
-    return sum(len(snapshot.device_leaves) for snapshot, _ in begun)
+    return sum(len(which) for which, _ in compared)
 
 
-def _batches(parts: Sequence[Part], start: int) -> Iterator[list[Part]]:
-    """Parts of whole leaves in batches that grow, then all others, whose leaves several of them may share."""
-    batch: list[Part] = []
-    rest: list[Part] = []
-    held, size = 0, BATCH
-    for part in parts:
-        if (part.offset - start) % LEAF or part.nbytes % LEAF:
-            rest.append(part)
-            continue
-        batch.append(part)
-        held += part.nbytes
-        if held >= size:
-            yield batch
-            batch, held, size = [], 0, 2 * size
-    for last in (batch, rest):
-        if last:
-            yield last
+def batches(size: int, first: int = BATCH) -> Iterator[tuple[int, int]]:
+    """The leaves of a file in batches that grow, as bytes `[low, high)` of its data."""
+    low, step = 0, first
+    while low < size:
+        yield low, min(low + step, size)
+        low, step = low + step, 2 * step

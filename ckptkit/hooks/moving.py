@@ -11,20 +11,21 @@ Tensors on the CPU are copied one by one. Leaves that hold any of them, or gaps 
 the host computes it from the buffer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from ckptkit.core.boxes import interval_boxes
 from ckptkit.core.catalog import LEAF
-from ckptkit.hooks.buffers import HostBuffer, segments
-from ckptkit.hooks.holdings import Holding
-from ckptkit.hooks.planning import Move
-from ckptkit.kernels.pack import PackPlan, digest_in_place, pack, unpack
+from ckptkit.hooks.buffers import HostBuffer
+from ckptkit.hooks.parts import HostCopies, Part, Piece
+from ckptkit.kernels.digest import as_bytes
+from ckptkit.kernels.pack import PackPlan, digest_in_place, expand, pack, unpack, upload
 
 RING = 16 * LEAF
 """Bytes of one half of the ring."""
@@ -35,80 +36,24 @@ SHIFTED = 256 << 10
 CLONES = 16 * LEAF
 """Most bytes of tensors that are copied on the device before the trainer goes on (buffers, balancing biases)."""
 
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Contiguous bytes of a live tensor, and where they go in the file."""
-
-    source: torch.Tensor  # uint8 or, on the CPU, of the tensor's type and any strides
-    offset: int
-    nbytes: int
-    shape: tuple[int, ...]
-    late: bool  # changed by others than the optimizer
+I64 = npt.NDArray[np.int64]
 
 
-def parts_of(
-    moves: Sequence[Move], holdings: Sequence[Holding], tensors: Sequence[torch.Tensor]
-) -> list[Part]:
-    """Moves of a plan as parts, sorted by offset. A run of a tensor that is not contiguous becomes a few boxes."""
-    found: list[Part] = []
-    for move in moves:
-        holding, tensor = holdings[move.holding], tensors[move.holding]
-        item = tensor.element_size()
-        late = not holding.fenced
-        whole = move.first == 0 and move.last == tensor.numel()
-        if tensor.is_contiguous():
-            view = tensor if whole else tensor.view(-1)[move.first : move.last]
-            found.append(Part(view, move.offset, view.numel() * item, tuple(view.shape), late))
-        elif whole:
-            found.append(Part(tensor, move.offset, tensor.numel() * item, tuple(tensor.shape), late))
-        else:
-            ends = np.asarray([move.first]), np.asarray([move.last])
-            _, low, high = interval_boxes(tuple(tensor.shape), *ends)
-            at = move.offset
-            for lo, hi in zip(low.tolist(), high.tolist(), strict=True):
-                view = tensor[tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))]
-                found.append(Part(view, at, view.numel() * item, tuple(view.shape), late))
-                at += view.numel() * item
-    return [part for part in found if part.nbytes]
+class Ring:
+    """Two halves of a small room on a device, through which packed leaves pass in turns."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._halves = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+
+    def half(self, number: int, nbytes: int) -> torch.Tensor:
+        """The first bytes of a half."""
+        return self._halves[number][:nbytes]
 
 
-class HostCopies:
-    """Parts that are copied one by one: all of a CPU's, and those of a device that have no better way."""
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts = list(parts)
-        self._sources = [part.source for part in parts]
-        self._targets: dict[int, list[torch.Tensor]] = {}
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def run(self, buffer: HostBuffer, *, non_blocking: bool = False) -> None:
-        """Copy everything. One call into torch, which lets other threads run."""
-        if self.parts:
-            torch._foreach_copy_(self._views(buffer), self._sources, non_blocking=non_blocking)
-
-    def prepare(self, buffer: HostBuffer) -> None:
-        """Make the views of a buffer beforehand, so that a save does not."""
-        if self.parts:
-            self._views(buffer)
-
-    def fill(self, buffer: HostBuffer, *, non_blocking: bool = False) -> None:
-        """The other way: from the buffer into the tensors."""
-        if self.parts:
-            torch._foreach_copy_(self._sources, self._views(buffer), non_blocking=non_blocking)
-
-    def _views(self, buffer: HostBuffer) -> list[torch.Tensor]:
-        found = self._targets.get(id(buffer))
-        if found is None:
-            found = self._targets[id(buffer)] = [
-                buffer.tensor[part.offset : part.offset + part.nbytes]
-                .view(part.source.dtype)
-                .view(part.shape)
-                for part in self.parts
-            ]
-        return found
+def ring_nbytes(data_size: int) -> int:
+    """How large a half is worth being for a file."""
+    return min(RING, -(-data_size // LEAF) * LEAF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +68,16 @@ class _Chunk:
 class Snapshot:
     """The copies of one plan from one device (or the CPU), ready to run.
 
+    Nothing of it waits for a device, and tables of direct leaves are made when they are first needed: after their copies have begun.
+
     Args:
         data_start: Of the rank's file; leaves count from there.
         packs: Whether small tensors are packed by the device; the CPU copies them one by one, unless a test asks.
+        ring: What packed leaves pass through; one of its own unless given.
 
     Attributes:
         device: Where most bytes are.
         device_leaves: Leaves whose digests the device gives, in the order of `digests`.
-        extra_device_bytes: Memory on the device that saves need.
     """
 
     def __init__(
@@ -141,10 +88,11 @@ class Snapshot:
         data_size: int,
         *,
         packs: bool | None = None,
-        ring: int = RING,
+        ring: Ring | None = None,
     ) -> None:
         self.device = device
         self.data_start, self.data_size = data_start, data_size
+        self._ring = ring
         packs = device.type == "cuda" if packs is None else packs
         here: list[Part] = []
         others: list[Part] = []
@@ -154,111 +102,105 @@ class Snapshot:
                 fits = (part.source.data_ptr() - (part.offset - data_start)) % 16 == 0
             (here if fits else others).append(part)
         late = [part for part in here if part.late]
-        cloned = sum(part.nbytes for part in late) <= CLONES
-        if not cloned:  # an average of the whole model: copied straight, while the trainer's stream waits
+        if sum(part.nbytes for part in late) > CLONES:
+            # An average of the whole model: copied straight, while the trainer's stream waits.
             others += late
-            here = [part for part in here if not part.late]
-        self._clones = _Clones([part for part in here if part.late], device)
-        here = [self._clones.of.get(id(part), part) for part in here]
-        self.late = HostCopies([part for part in others if part.late])
-        self.rest = HostCopies([part for part in others if not part.late])
-        self._divide(here, others, ring)
+            here, late = [part for part in here if not part.late], []
+        self._clones = _Clones(late, device)
+        self.late = HostCopies([(part.source, part.offset) for part in others if part.late])
+        self.rest = HostCopies([(part.source, part.offset) for part in others if not part.late])
+        self._divide([self._clones.of.get(id(part), part) for part in here], others)
 
-    def _divide(self, here: Sequence[Part], others: Sequence[Part], ring: int) -> None:
+    def _divide(self, here: Sequence[Part], others: Sequence[Part]) -> None:
         """Which leaves go directly, which are packed, which are the host's."""
-        leaves = -(-self.data_size // LEAF)
-        host = np.zeros(leaves, bool)
-        for part in others:
+        raws = [as_bytes(part.source) for part in here]
+        start = np.array([part.offset for part in here], np.int64) - self.data_start
+        stop = start + np.array([raw.numel() for raw in raws], np.int64)
+        address = np.array([raw.data_ptr() for raw in raws], np.int64)
+
+        def cut(which: I64, low: I64, high: I64) -> list[Piece]:
+            found = []
+            columns = (which, low - start[which], high - low, low + self.data_start)
+            for k, at, size, offset in zip(*(column.tolist() for column in columns), strict=True):
+                raw = raws[k]
+                found.append((raw if size == raw.numel() else raw[at : at + size], offset))
+            return found
+
+        # Whole leaves inside one tensor; the short last leaf of the file is one.
+        first, last = -(-start // LEAF), np.where(stop == self.data_size, -(-stop // LEAF), stop // LEAF)
+        whole = ((address - start) % 16 == 0) & (first < last)
+        low = np.where(whole, first * LEAF, stop)
+        high = np.where(whole, np.minimum(last * LEAF, stop), stop)
+        which = np.flatnonzero(whole)
+        self.direct = HostCopies(cut(which, low[which], high[which]))
+        leaves = expand(first[which], last[which])[1]
+        self.direct_count = len(leaves)
+        # What is left of them, cut at the edges of leaves.
+        begin = np.concatenate([start, np.maximum(high, start)])
+        end = np.concatenate([np.minimum(low, stop), stop])
+        row, leaf = expand(begin // LEAF, np.where(begin < end, -(-end // LEAF), 0))
+        low, high = np.maximum(begin[row], leaf * LEAF), np.minimum(end[row], (leaf + 1) * LEAF)
+        order = np.argsort(low, kind="stable")
+        row, leaf, low, high = row[order] % max(len(here), 1), leaf[order], low[order], high[order]
+        alone = self._touched(others)[leaf]
+        self.alone = HostCopies(cut(row[alone], low[alone], high[alone]))
+        packed = cut(row[~alone], low[~alone], high[~alone])
+        most = self._ring.nbytes if self._ring is not None else ring_nbytes(self.data_size)
+        self.chunks = list(self._chunks(packed, leaf[~alone], most))
+        if self.chunks and self._ring is None:
+            self._ring = Ring(self.device, most)
+        ranges = [np.arange(chunk.leaf, chunk.leaf + chunk.plan.leaf_count) for chunk in self.chunks]
+        self.device_leaves = np.concatenate([leaves, *ranges])
+        count = len(self.device_leaves)
+        self.digests = torch.empty(count, 16, dtype=torch.uint8, device=self.device) if count else None
+
+    def _touched(self, parts: Sequence[Part]) -> npt.NDArray[np.bool_]:
+        """Which leaves hold bytes of some parts."""
+        found = np.zeros(-(-self.data_size // LEAF), bool)
+        for part in parts:
             first = (part.offset - self.data_start) // LEAF
-            host[first : -(-(part.offset + part.nbytes - self.data_start) // LEAF)] = True
-        direct: list[tuple[torch.Tensor, int]] = []  # whole leaves: bytes and offset in the file
-        ragged: list[tuple[torch.Tensor, int]] = []
-        alone: list[Part] = []
-        for part in here:
-            raw = part.source.reshape(-1).view(torch.uint8)
-            start, stop = part.offset - self.data_start, part.offset - self.data_start + part.nbytes
-            first, last = -(-start // LEAF), (-(-stop // LEAF) if stop == self.data_size else stop // LEAF)
-            aligned = raw.data_ptr() % 16 == (start % 16) and first < last
-            low, high = (first * LEAF, min(last * LEAF, stop)) if aligned else (stop, stop)
-            if low < high:
-                direct.append((raw[low - start : high - start], low + self.data_start))
-            for a, b in ((start, min(low, stop)), (max(high, start), stop)):
-                if a < b:
-                    ragged.append((raw[a - start : b - start], a + self.data_start))
-        packed: list[tuple[torch.Tensor, int]] = []
-        for raw, offset in ragged:
-            at = 0
-            while at < raw.numel():  # at the edges of leaves
-                leaf = (offset + at - self.data_start) // LEAF
-                size = min(raw.numel() - at, (leaf + 1) * LEAF - (offset + at - self.data_start))
-                piece = raw[at : at + size]
-                if host[leaf]:
-                    alone.append(Part(piece, offset + at, size, (size,), False))
-                else:
-                    packed.append((piece, offset + at))
-                at += size
-        self.alone = HostCopies(alone)
-        self._direct = [
-            Part(raw[start - offset : start - offset + size], start, size, (size,), False)
-            for raw, offset in direct
-            for start, size in segments(offset, raw.numel())
-        ]
-        self.direct = HostCopies(self._direct)
-        self.direct_plan: PackPlan | None = None
-        self.chunks: list[_Chunk] = []
-        order: list[int] = []
-        if direct:
-            at, offsets = 0, []
-            for raw, offset in direct:  # the short last leaf of the file comes last, since offsets ascend
-                offsets.append(at)
-                at += -(-raw.numel() // LEAF) * LEAF
-                first = (offset - self.data_start) // LEAF
-                order += range(first, first - (-raw.numel() // LEAF))
-            self.direct_plan = PackPlan([raw for raw, _ in direct], offsets)
-        for chunk in self._chunks(packed, ring):
-            self.chunks.append(chunk)
-            order += range(chunk.leaf, chunk.leaf + chunk.plan.leaf_count)
-        self.device_leaves = np.asarray(order, np.int64)
-        halves = max((chunk.plan.nbytes for chunk in self.chunks), default=0)
-        empty = torch.empty
-        self._ring = (
-            [empty(halves, dtype=torch.uint8, device=self.device) for _ in range(2)] if halves else []
-        )
-        self.digests = empty(len(order), 16, dtype=torch.uint8, device=self.device) if order else None
-        tables = [chunk.plan for chunk in self.chunks] + ([self.direct_plan] if self.direct_plan else [])
-        used = 2 * halves + self._clones.nbytes + 16 * len(order) + sum(map(_table_bytes, tables))
-        self.extra_device_bytes = used if self.device.type == "cuda" else 0
-
-    def _chunks(self, packed: Sequence[tuple[torch.Tensor, int]], ring: int) -> list[_Chunk]:
-        found = []
-        leaf_of = {id(piece): (offset - self.data_start) // LEAF for piece, offset in packed}
-        batch: list[tuple[torch.Tensor, int]] = []
-        first = last = -1
-
-        def close() -> None:
-            if batch:
-                start = first * LEAF
-                size = min((last + 1) * LEAF, self.data_size) - start
-                offsets = [offset - self.data_start - start for _, offset in batch]
-                plan = PackPlan([piece for piece, _ in batch], offsets, size)
-                found.append(_Chunk(plan, start + self.data_start, first))
-
-        for piece, offset in packed:
-            leaf = leaf_of[id(piece)]
-            if batch and (leaf > last + 1 or (leaf + 1 - first) * LEAF > ring):
-                close()
-                batch = []
-            if not batch:
-                first = leaf
-            last = leaf
-            batch.append((piece, offset))
-        close()
+            found[first : -(-(part.offset + part.nbytes - self.data_start) // LEAF)] = True
         return found
 
+    def _chunks(self, packed: Sequence[Piece], leaves: I64, most: int) -> Iterator[_Chunk]:
+        """Neighbouring leaves in chunks of at most so many bytes; `leaves`: of each piece, ascending."""
+        bounds: list[list[int]] = []
+        for leaf in np.unique(leaves).tolist():
+            if bounds and leaf == bounds[-1][1] and (leaf + 1 - bounds[-1][0]) * LEAF <= most:
+                bounds[-1][1] = leaf + 1
+            else:
+                bounds.append([leaf, leaf + 1])
+        for first, last in bounds:
+            low, high = np.searchsorted(leaves, [first, last]).tolist()
+            start = first * LEAF + self.data_start
+            size = min(last * LEAF, self.data_size) - first * LEAF
+            offsets = [offset - start for _, offset in packed[low:high]]
+            plan = PackPlan([raw for raw, _ in packed[low:high]], offsets, size)
+            yield _Chunk(plan, start, first)
+
+    @cached_property
+    def direct_plan(self) -> PackPlan | None:
+        """What is digested where it is: the direct pieces, each from a leaf's edge on."""
+        raws = [raw for raw, _ in self.direct.pieces]
+        if not raws:
+            return None
+        counts = -(-np.array([raw.numel() for raw in raws]) // LEAF)
+        return PackPlan(raws, ((np.cumsum(counts) - counts) * LEAF).tolist())
+
+    @property
+    def extra_device_bytes(self) -> int:
+        """Memory on the device that saves need."""
+        if self.device.type != "cuda":
+            return 0
+        plans = [chunk.plan for chunk in self.chunks] + ([self.direct_plan] if self.direct_plan else [])
+        ring = 2 * self._ring.nbytes if self._ring is not None else 0
+        tables = sum(plan.table_nbytes for plan in plans)
+        return ring + self._clones.nbytes + 16 * len(self.device_leaves) + tables
+
     def prepare(self, buffer: HostBuffer) -> None:
-        """Make a buffer's views beforehand."""
+        """Make a buffer's views beforehand, so that a save does not."""
         for copies in (self.late, self.rest, self.alone, self.direct):
-            copies.prepare(buffer)
+            copies.views(buffer)
 
     def copy_late(self, buffer: HostBuffer) -> None:
         """Take what others than the optimizer change. On the trainer's stream; on a CPU, now."""
@@ -268,44 +210,42 @@ class Snapshot:
     def run(self, buffer: HostBuffer, streams: "Streams") -> None:
         """Enqueue (on a CPU: do) all other copies, and the digests. `digests` are valid when the copies are done."""
         if self.digests is not None and self.direct_plan is not None:
-            digest_in_place(self.direct_plan, self.digests[: self.direct_plan.leaf_count])
+            digest_in_place(self.direct_plan, self.digests[: self.direct_count])
         streams.copy(self.direct, buffer)
         streams.copy(self.alone, buffer)
-        at = self.direct_plan.leaf_count if self.direct_plan is not None else 0
+        at = self.direct_count
         for number, chunk in enumerate(self.chunks):
-            half = self._ring[number % 2][: chunk.plan.nbytes]
-            assert self.digests is not None
+            assert self._ring is not None and self.digests is not None
+            half = self._ring.half(number % 2, chunk.plan.nbytes)
             streams.before_pack(number % 2)
             pack(chunk.plan, half, self.digests[at : at + chunk.plan.leaf_count])
             streams.copy_packed(number % 2, half, buffer, chunk.offset)
             at += chunk.plan.leaf_count
         self.rest.run(buffer)
 
-    def wanted(self, expected: torch.Tensor) -> torch.Tensor:
-        """What `load` compares with: those of a file's digests, uint8 `[leaves, 16]` on the CPU, that the device will see."""
-        return expected[torch.from_numpy(self.device_leaves)].to(self.device)
-
-    def load(self, buffer: HostBuffer, wanted: torch.Tensor, streams: "Streams") -> torch.Tensor:
-        """The other way: fill the tensors from a buffer, and compare what arrived with the file's digests (see `wanted`).
+    def load(self, buffer: HostBuffer, expected: npt.NDArray[np.uint8], streams: "Streams") -> torch.Tensor:
+        """The other way: fill the tensors from a buffer, and compare what arrived with the file's digests `[leaves, 16]`.
 
         Returns:
             bool `[len(device_leaves)]` on the device: whether each leaf is what its digest says. Valid when the streams are done.
         """
         streams.fill(self.direct, buffer)
+        (wanted,) = upload([expected[self.device_leaves]], self.device)
         good = []
-        count = self.direct_plan.leaf_count if self.direct_plan is not None else 0
-        at = count
+        at = self.direct_count
         for number, chunk in enumerate(self.chunks):
-            half = self._ring[number % 2][: chunk.plan.nbytes]
+            assert self._ring is not None
+            half = self._ring.half(number % 2, chunk.plan.nbytes)
             streams.fill_packed(number % 2, half, buffer, chunk.offset)
-            good.append(unpack(chunk.plan, half, wanted[at : at + chunk.plan.leaf_count].contiguous()))
+            good.append(unpack(chunk.plan, half, wanted[at : at + chunk.plan.leaf_count]))
             streams.after_unpack(number % 2)
             at += chunk.plan.leaf_count
         if self.direct_plan is not None:
             assert self.digests is not None
+            direct = self.digests[: self.direct_count]
             streams.before_check()
-            digest_in_place(self.direct_plan, self.digests[:count])
-            good.insert(0, (self.digests[:count] == wanted[:count]).all(1))
+            digest_in_place(self.direct_plan, direct)
+            good.insert(0, (direct == wanted[: self.direct_count]).all(1))
         return torch.cat(good) if good else torch.ones(0, dtype=torch.bool, device=self.device)
 
 
@@ -317,8 +257,7 @@ class _Clones:
         self._targets = [torch.empty_like(part.source) for part in parts]
         self.nbytes = sum(part.nbytes for part in parts) if device.type == "cuda" else 0
         self.of = {
-            id(part): Part(target, part.offset, part.nbytes, part.shape, False)
-            for part, target in zip(parts, self._targets, strict=True)
+            id(part): Part(target, part.offset) for part, target in zip(parts, self._targets, strict=True)
         }
 
     def run(self) -> None:
@@ -334,10 +273,6 @@ class Streams:
 
     def end(self) -> None:
         """Wait for all that was enqueued."""
-
-    def making_tables(self) -> AbstractContextManager[Any]:
-        """Where tables are sent to the device, without waiting for copies that are under way."""
-        return nullcontext()
 
     def packing(self) -> AbstractContextManager[Any]:
         """Where kernels run."""
@@ -364,18 +299,3 @@ class Streams:
 
     def before_check(self) -> None:
         """What is enqueued next reads tensors that were filled."""
-
-
-def _table_bytes(plan: PackPlan) -> int:
-    columns: list[Any] = [
-        plan.staging,
-        plan.blocks_in,
-        plan.blocks_out,
-        plan.whole,
-        plan.whole_at,
-        plan.ragged,
-    ]
-    columns += [
-        column for f in plan.fragments.values() for column in (f.outer, f.staged, f.unstaged, f.sizes)
-    ]
-    return sum(column.numel() * column.element_size() for column in columns)

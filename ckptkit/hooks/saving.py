@@ -23,8 +23,9 @@ from ckptkit.errors import CkptError, CorruptionError, StoreError
 from ckptkit.hooks.buffers import HostBuffer
 from ckptkit.hooks.device import DeviceStreams, copy_rate
 from ckptkit.hooks.meeting import Meeting
-from ckptkit.hooks.moving import Snapshot, Streams, parts_of
+from ckptkit.hooks.moving import Snapshot, Streams
 from ckptkit.hooks.optimizers import numbers_of
+from ckptkit.hooks.parts import parts_of
 from ckptkit.hooks.planning import SavePlan
 from ckptkit.hooks.table import Table
 from ckptkit.hooks.targets import Filled, Skip, Target
@@ -49,7 +50,7 @@ class Save:
     def __init__(self, step: int, buffer: HostBuffer, key: str, pin: bool) -> None:
         self.step, self.buffer, self.key, self.pin = step, buffer, key, pin
         self.copied = threading.Event()
-        self.judged = threading.Event()
+        self.judged = False
         self.lock = threading.Lock()
         self.marks: list[int] = []
         self.error: BaseException | None = None
@@ -154,7 +155,7 @@ class Saver:
             if self.device.type == "cuda":
                 save.ready = torch.cuda.Event()
                 save.ready.record(torch.cuda.current_stream(self.device))
-            save.marks = self.table.marks()
+            save.marks = self.table.marks
         except BaseException:
             self.target.give(buffer, step, "not begun")
             raise
@@ -181,15 +182,15 @@ class Saver:
         return save.stall_s
 
     def _judge(self, save: Save) -> None:
-        """Once for a save: whether anything changed while it was copied."""
+        """Once for a save, when all is copied or at the fence, whichever comes first: whether anything changed meanwhile."""
         with save.lock:
-            if not save.judged.is_set():
+            if not save.judged:
+                save.judged = True
                 if save.error is None:
                     try:
                         self.table.check_unchanged(save.marks)
                     except CorruptionError as error:
                         save.fail(error)
-                save.judged.set()
 
     # ── threads of our own ───────────────────────────────────────────────────────────────────────────────────
 
@@ -201,7 +202,7 @@ class Saver:
                 self.snapshot.run(save.buffer, self._streams)
                 self.twins.digest()
                 save.numbers = [numbers_of(view)() for view in self.table.views]
-                self.table.check_unmoved()
+                self._judge(save)
                 if self.snapshot.digests is not None:
                     save.digests = self.snapshot.digests.numpy().copy()
         except BaseException as error:  # noqa: BLE001  (told to the trainer by way of the save)
@@ -224,11 +225,11 @@ class Saver:
             fetches = [numbers_of(view) for view in self.table.views]
             streams.copies.wait_stream(streams.packs)
             ended.record(streams.copies)
-        self.table.check_unmoved()  # before the optimizer may step
         save.done = ended
         save.copied.set()  # the trainer's stream waits for the event; this thread waits for the bytes
         ended.synchronize()
         streams.drain(save.buffer)
+        self._judge(save)
         save.device_copy_s = began.elapsed_time(ended) / 1e3
         save.numbers = [fetch() for fetch in fetches]
         if self.snapshot.digests is not None:
@@ -250,7 +251,6 @@ class Saver:
         if save.done is not None:
             # The copy thread drains bounce buffers after it let the trainer go on.
             self._copier.submit(lambda: None).result()
-        self._judge(save)
         verdict = Verdict()
         try:
             if self.shared:

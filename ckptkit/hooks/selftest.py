@@ -13,7 +13,8 @@ from ckptkit.engine.digests import digest
 from ckptkit.errors import CkptError
 from ckptkit.hooks.buffers import HostBuffer
 from ckptkit.hooks.device import DeviceStreams, numbered
-from ckptkit.hooks.moving import Part, Snapshot, Streams
+from ckptkit.hooks.moving import Snapshot, Streams
+from ckptkit.hooks.parts import Part
 
 START = 4096
 
@@ -59,7 +60,7 @@ def _ways(device: torch.device) -> Iterator[Measure]:
     tensors += [torch.randint(0, 256, (each,), dtype=torch.uint8, device=device) for _ in range(count)]
     parts, at = [], START
     for tensor in tensors:
-        parts.append(Part(tensor, at, tensor.numel(), (tensor.numel(),), False))
+        parts.append(Part(tensor, at))
         at += tensor.numel()
     size = at - START
     truth = torch.cat([tensor.cpu() for tensor in tensors])
@@ -107,8 +108,7 @@ def _back(
 ) -> Measure:
     data = buffer.memory[START : START + size]
     leaves = b"".join(digest(data[a : a + LEAF]) for a in range(0, size, LEAF))
-    expected = torch.from_numpy(np.frombuffer(bytearray(leaves), np.uint8).reshape(-1, 16))
-    wanted = snapshot.wanted(expected)
+    expected = np.frombuffer(leaves, np.uint8).reshape(-1, 16)
     kept = [part.source.clone() for part in parts]
     good = torch.zeros(1, dtype=torch.bool)
 
@@ -116,9 +116,9 @@ def _back(
         nonlocal good
         if isinstance(streams, DeviceStreams):
             with torch.cuda.stream(streams.packs):
-                good = snapshot.load(buffer, wanted, streams).cpu()
+                good = snapshot.load(buffer, expected, streams).cpu()
         else:
-            good = snapshot.load(buffer, wanted, streams)
+            good = snapshot.load(buffer, expected, streams)
 
     for part in parts:
         part.source.zero_()

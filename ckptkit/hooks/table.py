@@ -1,6 +1,7 @@
 """The table of what is registered: live tensors looked up again before each save, and watched while they are copied."""
 
 from collections.abc import MutableMapping, Sequence
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -10,17 +11,20 @@ from ckptkit.errors import CorruptionError, UsageError
 from ckptkit.hooks.holdings import Holding, shard_of
 from ckptkit.hooks.optimizers import OptimizerView
 
+_ADDRESS = torch.Tensor.data_ptr
 _VERSION = attrgetter("_version")
+_LOCAL = attrgetter("_local_tensor")
 
 
 class Table:
     """The registered tensors of this rank.
 
-    Loops over them are kept to a few calls an item, since a save runs them beside the training.
+    What a save costs the trainer is here: loops over all tensors run in C, and look at each tensor once, since they wait for memory.
 
     Attributes:
         holdings: In order; a plan counts in it.
         views: Of the optimizers.
+        marks: What `refresh` saw of the tensors that only the optimizer changes, for `check_unchanged`.
     """
 
     def __init__(self, holdings: Sequence[Holding], views: Sequence[OptimizerView]) -> None:
@@ -32,25 +36,16 @@ class Table:
         self._kept = [h for h in self.holdings if h.owner is not None]
         self._owners = self._columns()
         self._unborn = [h for h in self.holdings if h.tensor is None]
-        self._plain = [
-            h for h in self.holdings if h.tensor is not None and not hasattr(h.item, "_local_tensor")
-        ]
-        self._cut = [h for h in self.holdings if h.tensor is not None and hasattr(h.item, "_local_tensor")]
-        self._items: list[Any] = [h.tensor if h.item is None else h.item for h in self._plain]
+        there = [h for h in self.holdings if h.tensor is not None]
+        self._watched = _Live([h for h in there if h.fenced])
+        self._others = _Live([h for h in there if not h.fenced])
         self._states = [view.inner.state for view in self.views]
-        self._pointers = self._addresses()
-        self._watched = [h for h in self.holdings if h.fenced and h.tensor is not None]
-        self._watching: list[torch.Tensor] = [h.tensor for h in self._watched if h.tensor is not None]
+        self.marks = self._watched.look()
+        self._places = self._others.look()[::2]
 
     def _columns(self) -> tuple[list[Any], list[Any], list[Any]]:
         """Where things are kept, under which key, and what was there: columns, for loops that run in C."""
         return [h.owner for h in self._kept], [h.key for h in self._kept], [h.item for h in self._kept]
-
-    def _addresses(self) -> list[int]:
-        found = list(map(torch.Tensor.data_ptr, self._items))
-        if self._cut:
-            found += [h.item._local_tensor.data_ptr() for h in self._cut]
-        return found
 
     @property
     def tensors(self) -> list[torch.Tensor | None]:
@@ -77,7 +72,11 @@ class Table:
                     self._replaced(h, now)
                     moved = True
         born = [h for h in self._unborn if self._find(h)]
-        moved = moved or bool(born) or self._addresses() != self._pointers
+        marks = self._watched.look()
+        moved = (
+            moved or bool(born) or marks[::2] != self.marks[::2] or self._others.look()[::2] != self._places
+        )
+        self.marks = marks
         if moved:
             for h in self.holdings:
                 if h.item is not None:
@@ -137,27 +136,24 @@ class Table:
 
     # ── watching ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def marks(self) -> list[int]:
-        """The versions of all tensors that only the optimizer changes."""
-        return list(map(_VERSION, self._watching))
-
     def check_unchanged(self, marks: Sequence[int]) -> None:
-        """Raise CorruptionError for a tensor that changed since `marks` were taken; names it."""
-        now = self.marks()
-        if now != marks:
-            h = next(h for h, a, b in zip(self._watched, marks, now, strict=False) if a != b)
-            raise CorruptionError(
-                f"{h.what} was changed while it was copied: something other than the optimizer's step writes to it (a balancing bias "
-                "that is a parameter, an update in the forward pass). Make it a buffer, or change it in the optimizer's step",
-                tensor=h.name,
-            )
+        """Compare with `marks` of an earlier `refresh`.
 
-    def check_unmoved(self) -> None:
-        """Raise CorruptionError for a tensor that is no longer where `refresh` saw it; names it."""
-        if self._addresses() != self._pointers:
-            places = zip([*self._plain, *self._cut], self._addresses(), self._pointers, strict=True)
-            h = next(h for h, a, b in places if a != b)
+        Raises:
+            CorruptionError: a tensor that only the optimizer changes has changed, or lies in other memory; names it.
+        """
+        now = self._watched.look()
+        if now == marks:
+            return
+        at = next(k for k, (a, b) in enumerate(zip(marks, now, strict=True)) if a != b)
+        h = self._watched.holdings[at // 2]
+        if at % 2 == 0:
             raise CorruptionError(f"{h.what} moved to other memory while it was copied", tensor=h.name)
+        raise CorruptionError(
+            f"{h.what} was changed while it was copied: something other than the optimizer's step writes to it (a balancing bias "
+            "that is a parameter, an update in the forward pass). Make it a buffer, or change it in the optimizer's step",
+            tensor=h.name,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -170,6 +166,22 @@ class Table:
     def has_gradients(self) -> bool:
         """Whether a parameter has a gradient that no step has used up."""
         return any(param.grad is not None for view in self.views for param in view.params)
+
+
+class _Live:
+    """Some holdings, and the tensor objects that the trainer has of them."""
+
+    def __init__(self, holdings: Sequence[Holding]) -> None:
+        cut = [h for h in holdings if hasattr(h.item, "_local_tensor")]
+        whole = [h for h in holdings if not hasattr(h.item, "_local_tensor")]
+        self.holdings = [*whole, *cut]
+        self._whole: list[Any] = [h.tensor if h.item is None else h.item for h in whole]
+        self._cut: list[Any] = [h.item for h in cut]
+
+    def look(self) -> list[int]:
+        """Address and version of each in turn."""
+        tensors = [*self._whole, *map(_LOCAL, self._cut)]
+        return list(chain.from_iterable(zip(map(_ADDRESS, tensors), map(_VERSION, tensors), strict=True)))
 
 
 def _state_of(h: Holding) -> MutableMapping[Any, Any]:

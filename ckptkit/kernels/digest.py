@@ -56,9 +56,11 @@ def as_bytes(data: torch.Tensor) -> torch.Tensor:
     """
     if not data.is_contiguous():
         raise UsageError(f"a tensor of shape {tuple(data.shape)} is not contiguous: digest a contiguous copy")
-    return (
-        data.detach().reshape(-1).view(torch.uint8) if data.numel() else data.new_empty(0, dtype=torch.uint8)
-    )
+    if data.dtype == torch.uint8 and data.dim() == 1:
+        return data
+    if not data.numel():
+        return data.new_empty(0, dtype=torch.uint8)
+    return (data.detach() if data.requires_grad else data).view(-1).view(torch.uint8)
 
 
 def leaf_count(nbytes: int, leaf_nbytes: int) -> int:

@@ -59,23 +59,22 @@ class PackPlan:
         self.device = tensors[0].device
         if any(tensor.device != self.device for tensor in tensors):
             raise UsageError("tensors of one pack lie on one device")
-        order = sorted(range(len(offsets)), key=lambda i: offsets[i])
-        self.parts = [as_bytes(tensors[i]) for i in order]
-        self.offsets = [int(offsets[i]) for i in order]
-        ends = [at + part.numel() for at, part in zip(self.offsets, self.parts, strict=True)]
-        self.nbytes = max(ends) if nbytes is None else nbytes
-        for position, (at, end) in enumerate(zip(self.offsets, ends, strict=True)):
-            if at < 0 or end > self.nbytes or (position and ends[position - 1] > at):
-                which = order[position]
-                raise UsageError(
-                    f"tensor {which} would take bytes {at} to {end} of a buffer of {self.nbytes}: "
-                    "it overlaps another or leaves the buffer"
-                )
+        order = np.argsort(np.asarray(offsets), kind="stable")
+        self.parts = [as_bytes(tensors[i]) for i in order.tolist()]
+        start = np.asarray(offsets, np.int64)[order]
+        stop = start + np.array([part.numel() for part in self.parts])
+        self.offsets: list[int] = start.tolist()
+        self.nbytes = int(stop.max()) if nbytes is None else nbytes
+        wrong = (start < 0) | (stop > self.nbytes) | (start < np.concatenate([[0], stop[:-1]]))
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise UsageError(
+                f"tensor {order[at]} would take bytes {start[at]} to {stop[at]} of a buffer of {self.nbytes}: "
+                "it overlaps another or leaves the buffer"
+            )
         self.leaf_nbytes = leaf_nbytes
         self.leaf_count = leaf_count(self.nbytes, leaf_nbytes)
-        self._tabulate(
-            np.array([part.data_ptr() for part in self.parts]), np.array(self.offsets), np.array(ends)
-        )
+        self._tabulate(np.array([part.data_ptr() for part in self.parts]), start, stop)
 
     def _tabulate(self, address: np.ndarray, start: np.ndarray, stop: np.ndarray) -> None:
         """Builds the tables; see the module's description."""
@@ -86,12 +85,12 @@ class PackPlan:
         first = np.where(direct, -(-start // leaf), 0)
         last = np.where(direct, np.where(stop == self.nbytes, -(-stop // leaf), stop // leaf), 0)
         last = np.maximum(first, last)
-        tensor, whole = _expand(first, last)
+        tensor, whole = expand(first, last)
         # Blocks of the other leaves: those before a tensor's whole leaves, and those after them.
         cut, rest = first * per_leaf, last * per_leaf
         empty = last == first
         low, high = start // block, -(-stop // block)
-        owner, number = _expand(
+        owner, number = expand(
             np.concatenate([low, np.where(empty, 0, np.maximum(low, rest))]),
             np.concatenate([np.where(empty, high, np.minimum(cut, high)), np.where(empty, 0, high)]),
         )
@@ -115,28 +114,35 @@ class PackPlan:
         place = np.zeros(len(table), np.int64)
         place[staged] = self.staging.data_ptr() + np.arange(len(staged)) * block
         back = len(staged) * block
-        self.blocks_in = self._upload(np.where(place, place, table).reshape(len(ragged), per_leaf))
-        self.blocks_out = self._upload(np.where(place, place + back, table).reshape(len(ragged), per_leaf))
-        self.whole = self._upload(whole.astype(np.int32))
-        self.whole_at = self._upload(address[tensor] + whole * leaf - start[tensor])
-        self.ragged = self._upload(ragged.astype(np.int32))
         outer = address[owner[~sole]] + begin[~sole] - start[owner[~sole]]
         inner = place[slot[~sole]] + begin[~sole] % block
         sizes = end[~sole] - begin[~sole]
         mixed = outer | inner | sizes | 8
         width = mixed & -mixed
-        self.fragments = {
-            int(w): Fragments(
-                self._upload(outer[width == w]),
-                self._upload(inner[width == w]),
-                self._upload(inner[width == w] + back),
-                self._upload(sizes[width == w].astype(np.int32)),
-            )
-            for w in np.unique(width)
-        }
+        widths = np.unique(width).tolist()
+        self.blocks_in, self.blocks_out, self.whole, self.whole_at, self.ragged, *columns = upload(
+            [
+                np.where(place, place, table).reshape(len(ragged), per_leaf),
+                np.where(place, place + back, table).reshape(len(ragged), per_leaf),
+                whole.astype(np.int32),
+                address[tensor] + whole * leaf - start[tensor],
+                ragged.astype(np.int32),
+                *(
+                    column[width == w]
+                    for w in widths
+                    for column in (outer, inner, inner + back, sizes.astype(np.int32))
+                ),
+            ],
+            self.device,
+        )
+        self.fragments = {w: Fragments(*columns[4 * k : 4 * k + 4]) for k, w in enumerate(widths)}
 
-    def _upload(self, column: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(column)).to(self.device)
+    @property
+    def table_nbytes(self) -> int:
+        """Bytes of the device that the tables take."""
+        columns = [self.staging, self.blocks_in, self.blocks_out, self.whole, self.whole_at, self.ragged]
+        columns += [c for f in self.fragments.values() for c in (f.outer, f.staged, f.unstaged, f.sizes)]
+        return sum(column.nbytes for column in columns)
 
     def check(self, buffer: torch.Tensor, digests: torch.Tensor) -> None:
         """Raises UsageError where a buffer or its digests do not fit the plan."""
@@ -154,7 +160,27 @@ class PackPlan:
             raise UsageError(f"{what} must lie on {self.device}, at a multiple of 16 bytes")
 
 
-def _expand(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def upload(columns: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Columns as tensors on a device, sent as one by way of pinned memory: the host waits for no copy that is under way there."""
+    sizes = [-(-column.nbytes // 16) * 16 for column in columns]
+    ends = np.cumsum(sizes).tolist()
+    room = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    flat = room.numpy()
+    for column, size, end in zip(columns, sizes, ends, strict=True):
+        flat[end - size : end - size + column.nbytes] = (
+            np.ascontiguousarray(column).reshape(-1).view(np.uint8)
+        )
+    there = room.to(device, non_blocking=True)
+    return [
+        there[end - size : end - size + column.nbytes].view(_TYPES[column.dtype.str]).reshape(column.shape)
+        for column, size, end in zip(columns, sizes, ends, strict=True)
+    ]
+
+
+_TYPES = {"<i8": torch.int64, "<i4": torch.int32, "|u1": torch.uint8}
+
+
+def expand(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """All (row, value) with first[row] <= value < last[row]; a row whose last is not above its first has none."""
     counts = np.maximum(last - first, 0)
     row = np.repeat(np.arange(len(first)), counts)

@@ -13,12 +13,15 @@ from ckptkit.core.catalog import LEAF
 from ckptkit.core.copies import copies_into
 from ckptkit.core.plan import make_plan
 from ckptkit.errors import CorruptionError
+from ckptkit.formats.chunks import plain_local
 from ckptkit.formats.native import NativeFormat
 from ckptkit.hooks import Checkpointer, Held
 from ckptkit.hooks.buffers import HostBuffer, segments
-from ckptkit.hooks.holdings import Places, catalog_of, explicit
+from ckptkit.hooks.holdings import Holding, Places, catalog_of, explicit
 from ckptkit.hooks.loading import _per_leaf, direct_rows, load
-from ckptkit.hooks.moving import Part, Snapshot, Streams
+from ckptkit.hooks.moving import Ring, Snapshot, Streams
+from ckptkit.hooks.parts import Part, parts_of
+from ckptkit.hooks.planning import Move
 from ckptkit.stores.local import LocalStore
 
 CPU = torch.device("cpu")
@@ -49,7 +52,7 @@ def files(draw: st.DrawFn) -> tuple[list[Part], int]:
             at = -(-at // LEAF) * LEAF
         shift = draw(st.sampled_from([0, 0, 0, 1, 8]))
         tensor = drawn(nbytes, k, (at + shift) % 16)
-        parts.append(Part(tensor, START + at, nbytes, (nbytes,), draw(st.integers(0, 5)) == 0))
+        parts.append(Part(tensor, START + at, draw(st.integers(0, 5)) == 0))
         at += nbytes + draw(st.sampled_from([0, 0, 4, 60]))
     return parts, at
 
@@ -67,7 +70,7 @@ def test_a_snapshot_is_the_file_and_its_digests(file: tuple[list[Part], int], ri
     """Every byte lies in its place, gaps are zeros, and the device's digests are those of the bytes in the buffer."""
     parts, size = file
     buffer = HostBuffer.own(START + size)
-    snapshot = Snapshot(parts, CPU, START, size, packs=True, ring=ring * LEAF)
+    snapshot = Snapshot(parts, CPU, START, size, packs=True, ring=Ring(CPU, ring * LEAF))
 
     snapshot.copy_late(buffer)
     snapshot.run(buffer, Streams())
@@ -102,19 +105,19 @@ def test_late_tensors_are_taken_at_once(file: tuple[list[Part], int]) -> None:
 def test_loading_brings_everything_back_and_checks_it(file: tuple[list[Part], int]) -> None:
     """Tensors are filled from the buffer; every leaf is compared; a changed byte is found."""
     parts, size = file
-    parts = [Part(p.source, p.offset, p.nbytes, p.shape, False) for p in parts]
+    parts = [Part(p.source, p.offset) for p in parts]
     raw = image(parts, size)
     buffer = HostBuffer.own(START + size)
     buffer.tensor[START : START + size].copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
     leaves = [xxhash.xxh3_128_digest(raw[at : at + LEAF]) for at in range(0, size, LEAF)]
-    expected = torch.from_numpy(np.frombuffer(bytearray(b"".join(leaves)), np.uint8).reshape(-1, 16))
-    snapshot = Snapshot(parts, CPU, START, size, packs=True, ring=2 * LEAF)
-    own = [p for p in parts if snapshot._direct or snapshot.chunks]
+    expected = np.frombuffer(b"".join(leaves), np.uint8).reshape(-1, 16)
+    snapshot = Snapshot(parts, CPU, START, size, packs=True, ring=Ring(CPU, 2 * LEAF))
+    own = [p for p in parts if len(snapshot.device_leaves)]
     kept = [p.source.clone() for p in own]
     for part in own:
         part.source.zero_()
 
-    good = snapshot.load(buffer, snapshot.wanted(expected), Streams())
+    good = snapshot.load(buffer, expected, Streams())
 
     assert bool(good.all())
     device = set(snapshot.device_leaves.tolist())
@@ -125,11 +128,13 @@ def test_loading_brings_everything_back_and_checks_it(file: tuple[list[Part], in
     if device:
         leaf = max(device)
         buffer.tensor[START + leaf * LEAF] ^= 1
-        assert not bool(snapshot.load(buffer, snapshot.wanted(expected), Streams()).all())
+        assert not bool(snapshot.load(buffer, expected, Streams()).all())
 
 
-def test_a_file_in_memory_is_loaded_directly_in_the_same_layout(tmp_path: Path) -> None:
-    """All copies of a restart in the same layout go directly; a flipped byte is named by its leaf."""
+@pytest.mark.parametrize("batch", [LEAF, 64 * LEAF])
+def test_a_file_in_memory_is_loaded_directly_in_the_same_layout(batch: int, tmp_path: Path) -> None:
+    """All copies of a restart in the same layout go directly, in one batch or in several that cut tensors; a flipped byte is named
+    by its leaf."""
     torch.manual_seed(0)
     tensors = {"big": torch.randn(3, LEAF // 4), "odd": torch.randn(1000, 333), "small": torch.randn(17)}
     held = [Held(name, "param", tensor) for name, tensor in tensors.items()]
@@ -153,14 +158,14 @@ def test_a_file_in_memory_is_loaded_directly_in_the_same_layout(tmp_path: Path) 
         tensor.zero_()
 
     direct = direct_rows(copies, source, 0, target.entries.offset.tolist(), holdings, CPU)
-    compared = load(direct, buffer, source, 0, CPU, packs=True)
+    compared = load(direct, buffer, source, 0, CPU, packs=True, batch=batch)
 
     assert len(direct.rows) == len(copies) == 3
     assert compared == -(-(len(raw) - source.files[0].data_start) // LEAF)
     assert all(torch.equal(tensors[name], kept[name]) for name in tensors)
     buffer.tensor[-9] ^= 4
     with pytest.raises(CorruptionError, match=r"leaf 4 of rank-00000\.safetensors"):
-        load(direct, buffer, source, 0, CPU, packs=True)
+        load(direct, buffer, source, 0, CPU, packs=True, batch=batch)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9 * LEAF), st.integers(0, 3 * LEAF)), max_size=12))
@@ -182,6 +187,25 @@ def test_bytes_of_leaves_are_counted_as_a_loop_would(ranges: list[tuple[int, int
         for leaf in range(-(-size // LEAF))
     ]
     assert found.tolist() == want
+
+
+def test_a_part_does_not_span_two_registrations() -> None:
+    """A tensor that lies across the edge of 1 GiB in the file is copied as several parts, whatever its strides."""
+    edge = 1 << 30
+    tensor = torch.arange(60.0).reshape(6, 10)
+    whole = Holding(
+        "w", plain_local("w", (6, 10)), 0, 60, "param", (6, 10), tensor.dtype, CPU, tensor, fenced=True
+    )
+
+    for strided in (tensor, tensor.t().contiguous().t()):
+        parts = parts_of([Move(0, 0, 60, edge - 100)], [whole], [strided])
+
+        assert len(parts) > 1
+        assert all(part.offset >= edge or part.offset + part.nbytes <= edge for part in parts)
+        assert [part.offset for part in parts] == np.cumsum(
+            [edge - 100, *(p.nbytes for p in parts[:-1])]
+        ).tolist()
+        assert torch.equal(torch.cat([part.source.reshape(-1) for part in parts]), tensor.reshape(-1))
 
 
 def test_ranges_are_cut_at_the_edges_of_registrations() -> None:

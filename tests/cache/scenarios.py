@@ -158,21 +158,42 @@ def restarting(hosts: int, ranks: int, own: int = 2, zombies: int = 0) -> World:
 
 
 def restoring(hosts: int, ranks: int) -> World:
-    """A save is committed and not copied, and the job starts again."""
+    """A save is committed and not copied, and the job starts again; the first node has joined and shown what it has."""
     world = copying(hosts, ranks)
     world.new_epoch(list(world.hosts))
-    world.bag.clear()
+    _coordinated(world, "n0")
     return world
+
+
+def _coordinated(world: World, name: str) -> None:
+    """The ranks of a node have joined the new epoch, and its coordinator has its inventory and that of durable storage."""
+    world.bag.clear()
+    for process in world.processes:
+        if process.host == name and process.alive and process.epoch.epoch == world.epochs:
+            world.act(process, "join")
+    for op in (("inventory", name), ("list",)):
+        world.finish(name, op)
 
 
 def moving(*, decided: bool) -> World:
     """A save of two nodes is committed and not copied; the job starts again on the first alone, which may have `decided` what it restores."""
     world = copying(2, 1)
-    world.new_epoch(["n0"])
-    world.bag.clear()
-    if decided:
-        fair(world, lambda w: (node := w.hosts["n0"].node) is not None and node.restore is not None)
+    epoch = world.new_epoch(["n0"])
+    if not decided:
+        _coordinated(world, "n0")
+    else:
+        fair(world, lambda w: any(inc == epoch.inc for inc, _ in w.past.decisions) and not w.bag)
         world.bag.clear()
+    return world
+
+
+def unreached() -> World:
+    """As `moving`, and the node that is no member was killed before the ranks read its shard: they did not reach it."""
+    world = moving(decided=True)
+    world.crash("n1")
+    for process in world.processes:
+        if process.host == "n0" and process.alive and process.session is not None:
+            world.act(process, "load")
     return world
 
 

@@ -23,6 +23,12 @@ STARTS: dict[str, Start] = {
     "a new epoch beside a zombie, a daemon is killed": (
         lambda: scenarios.restarting(2, 1, zombies=1), Budget(1, 0, 0, steps=1)),
     "a drain that fails, a daemon is killed": (lambda: scenarios.draining(2, 1), Budget(1, 0, 0, failures=1, steps=1)),
+    "a restore, a member is late": (lambda: scenarios.restoring(2, 1), Budget(0, 1, 1, steps=0)),
+    "a restore, a daemon is killed": (lambda: scenarios.restoring(2, 1), Budget(1, 1, 0, steps=0)),
+    "a restore from a node that is no member, and late": (
+        lambda: scenarios.moving(decided=False), Budget(0, 1, 1, failures=1, steps=0)),
+    "a restore whose source was killed": (scenarios.unreached, Budget(0, 2, 1, steps=0)),
+    "a restore beside a zombie that has the last vote": (scenarios.overtaken, Budget(0, 1, 0, steps=0)),
     "a restore after two incarnations of one epoch": (scenarios.split_brain, Budget(0, 0, 0, steps=0)),
     "a save and a new epoch": (lambda: scenarios.saving(2, 1), Budget(0, 0, 0, epochs=1, steps=1)),
 }  # fmt: skip
@@ -36,6 +42,11 @@ DEPTHS = {
     "copies beside older ones, a node is lost": 5,
     "a new epoch beside a zombie, a daemon is killed": 6,
     "a drain that fails, a daemon is killed": 5,
+    "a restore, a member is late": 9,
+    "a restore, a daemon is killed": 7,
+    "a restore from a node that is no member, and late": 7,
+    "a restore whose source was killed": 7,
+    "a restore beside a zombie that has the last vote": 9,
     "a restore after two incarnations of one epoch": 5,
     "a save and a new epoch": 6,
 }
@@ -90,6 +101,11 @@ CATCHES: dict[Callable[[], Patches], tuple[Callable[[], World], Budget, int, str
     mutations.torn_slot_taken_for_sealed: (lambda: scenarios.daemon_down(2, 1), Budget(0, 2, 0, steps=1), 10, "I"),
     mutations.manifest_before_all_shards: (lambda: scenarios.draining(2, 1), CALM, 4, "I10"),
     mutations.drained_version_not_protected: (lambda: scenarios.draining_long(2, 1), CALM, 4, "I7"),
+    mutations.restore_without_a_late_member: (lambda: scenarios.restoring(2, 1), Budget(0, 0, 1, steps=0), 6, "I16"),
+    mutations.inventory_counted_before_its_node_has_joined: (scenarios.overtaken, CALM, 7, "I16"),
+    mutations.copy_out_of_reach_taken_for_bad: (scenarios.unreached, Budget(0, 0, 1, steps=0), 6, "I16"),
+    mutations.committed_step_given_up_at_once: (
+        lambda: scenarios.moving(decided=False), Budget(0, 0, 0, failures=1, steps=0), 6, "I16"),
 }  # fmt: skip
 
 

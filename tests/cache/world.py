@@ -748,6 +748,9 @@ class World:
         assert coordinator is not None
         epoch, bans = coordinator.epoch, coordinator.bans
         said = {version for shown in host.shown.values() for version in shown.committed}
+        before = host.disk.coordinator
+        if before is not None and before.inc != decision.inc and before.record is not None:
+            said.update(before.record.acknowledged)
         early = self.now < coordinator.restoring.deadline
         found: dict[Version, set[int]] = {}
         for name, other in self.hosts.items():

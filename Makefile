@@ -10,6 +10,8 @@ WORKERS ?= auto
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests and drills start thousands of processes: none of them should compile what the one before did.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test lint format test-long test-peers explore drills drills-smoke kernels docs bench lock clean
 .DELETE_ON_ERROR:

@@ -32,14 +32,13 @@ from ckptkit.formats.chunks import (
     plain_local,
     ties,
 )
-from ckptkit.formats.dcp_items import Found, Wanted, load_objects, locate
+from ckptkit.formats.dcp_items import Found, Wanted, item_checksums, load_objects, locate
 from ckptkit.formats.dcp_metadata import (
     NAME,
     Chunk,
     Index,
     Stored,
     check_files,
-    items_by_file,
     metadata_files,
     rank_of,
     read_index,
@@ -50,7 +49,6 @@ from ckptkit.formats.distcp_writer import ItemWriter
 from ckptkit.formats.model_config import small_files
 from ckptkit.formats.peft_names import known_names
 from ckptkit.formats.stored_keys import SLOT_OF, Keys, sort_keys
-from ckptkit.formats.torch_zip import open_archive
 from ckptkit.stores.base import Store
 
 _Key = tuple[str, str]
@@ -119,13 +117,7 @@ class DcpFormat(Format):
         )
 
     def checksums(self, store: Store, catalog: Catalog) -> Iterator[Checksum]:
-        if not metadata_files(store):
-            return
-        for path, items in items_by_file(read_index(store)).items():
-            with store.open(path) as reader:
-                for key, item in items:
-                    archive = open_archive(reader, f"{key!r} in {path}", item.offset, item.length)
-                    yield from archive.checksums(path, key)
+        return item_checksums(store, read_index(store)) if metadata_files(store) else iter(())
 
     def lay_out(self, shards: Catalog, options: WriteOptions = WriteOptions()) -> Destination:
         """One `.distcp` a rank, objects first; ranks without a share have no file."""

@@ -4,17 +4,18 @@ A large checkpoint has 10^5 items of a few shapes. Zips of equal shape, written 
 that one is read in full and the others are compared with it up to their payload.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from ckptkit.core.catalog import Checksum
 from ckptkit.core.dtypes import DType
 from ckptkit.errors import FormatError
-from ckptkit.formats.dcp_metadata import Item
+from ckptkit.formats.dcp_metadata import Index, Item, items_by_file
 from ckptkit.formats.plain import to_plain
 from ckptkit.formats.standins import StoredTensor
-from ckptkit.formats.torch_zip import open_archive
+from ckptkit.formats.torch_zip import open_archive, zip_checksums
 from ckptkit.stores.base import Reader, Store
 
 
@@ -119,3 +120,13 @@ def load_objects(store: Store, items: Mapping[str, Item]) -> dict[str, Any]:
                 archive = open_archive(reader, f"{key!r} in {path}", item.offset, item.length)
                 found[key] = to_plain(archive.value, archive.content)
     return {key: found[key] for key in items}
+
+
+def item_checksums(store: Store, index: Index, prefix: str = "") -> Iterator[Checksum]:
+    """What the zip of every item states of its members; `prefix` goes before paths."""
+    for path, items in items_by_file(index).items():
+        with store.open(path) as reader:
+            for key, item in items:
+                yield from zip_checksums(
+                    reader, prefix + path, f"{key!r} in {path}", item.offset, item.length
+                )

@@ -25,7 +25,6 @@ from ckptkit.errors import CkptError, LayoutError
 from ckptkit.formats.base import Format, ReadOptions, WriteOptions
 from ckptkit.formats.deepspeed_folder import (
     LATEST,
-    StateFile,
     find_step,
     is_state,
     tag_of,
@@ -48,6 +47,7 @@ from ckptkit.formats.deepspeed_writer import (
     shapes_of,
 )
 from ckptkit.formats.model_config import small_files
+from ckptkit.formats.torch_zip import file_checksums
 from ckptkit.stores.base import Store
 
 _STEP = re.compile(r"global_step\d+")
@@ -79,8 +79,7 @@ class DeepSpeedFormat(Format):
         return Reader(store, here, prefix, options).catalog(self.name)
 
     def checksums(self, store: Store, catalog: Catalog) -> Iterator[Checksum]:
-        for file in catalog.files:
-            yield from StateFile(store, file.path).archive.checksums(file.path, file.path)
+        return file_checksums(store, (file.path for file in catalog.files))
 
     def lay_out(self, shards: Catalog, options: WriteOptions = WriteOptions()) -> Destination:
         """One file of model states a model-parallel rank (stage 3: a rank), one of partitions a rank, and a run around it."""

@@ -38,6 +38,7 @@ from ckptkit.formats.model_config import small_files
 from ckptkit.formats.plain import scalar
 from ckptkit.formats.standins import Ordered, StoredTensor
 from ckptkit.formats.stored_keys import SLOT_OF, SLOTS
+from ckptkit.formats.torch_zip import file_checksums
 from ckptkit.formats.torch_zip_writer import zip_bytes
 from ckptkit.stores.base import Store
 
@@ -124,8 +125,7 @@ class DeepSpeedUniversalFormat(Format):
         )  # fmt: skip
 
     def checksums(self, store: Store, catalog: Catalog) -> Iterator[Checksum]:
-        for file in catalog.files:
-            yield from StateFile(store, file.path).archive.checksums(file.path, file.path)
+        return file_checksums(store, (file.path for file in catalog.files))
 
     def lay_out(self, shards: Catalog, options: WriteOptions = WriteOptions()) -> Destination:
         """One file of model states, one a parameter and slot, and a run around them."""

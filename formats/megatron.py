@@ -27,11 +27,11 @@ from ckptkit.formats.base import Format, ReadOptions, WriteOptions
 from ckptkit.formats.binding import model_of
 from ckptkit.formats.carried import CarriedFiles, carried
 from ckptkit.formats.chunks import cut_boxes
+from ckptkit.formats.dcp_items import item_checksums
 from ckptkit.formats.dcp_metadata import (
     NAME,
     Index,
     check_files,
-    items_by_file,
     rank_of,
     read_index,
     write_index,
@@ -155,11 +155,7 @@ class MegatronFormat(Format):
 
     def checksums(self, store: Store, catalog: Catalog) -> Iterator[Checksum]:
         here, prefix = find_iteration(store)
-        for path, items in items_by_file(read_index(here)).items():
-            with here.open(path) as reader:
-                for key, item in items:
-                    archive = open_archive(reader, f"{key!r} in {path}", item.offset, item.length)
-                    yield from archive.checksums(prefix + path, key)
+        return item_checksums(here, read_index(here), prefix)
 
     def lay_out(self, shards: Catalog, options: WriteOptions = WriteOptions()) -> Destination:
         """One `.distcp` a rank that has a share, and a run around it, unless the destination is an iteration's folder."""

@@ -21,7 +21,7 @@ from ckptkit.formats.megatron_legacy_reader import Reader
 from ckptkit.formats.megatron_legacy_writer import lay_out_parts
 from ckptkit.formats.megatron_parts import STATE, folders
 from ckptkit.formats.megatron_writer import small_files
-from ckptkit.formats.torch_zip import open_archive
+from ckptkit.formats.torch_zip import file_checksums
 from ckptkit.stores.base import Store
 
 
@@ -56,9 +56,7 @@ class MegatronLegacyFormat(Format):
         return f"{TRACKER} says {newest}: its save has not ended" if step > newest else ""
 
     def checksums(self, store: Store, catalog: Catalog) -> Iterator[Checksum]:
-        for file in catalog.files:
-            with store.open(file.path) as reader:
-                yield from open_archive(reader, file.path).checksums(file.path, file.path)
+        return file_checksums(store, (file.path for file in catalog.files))
 
     def lay_out(self, shards: Catalog, options: WriteOptions = WriteOptions()) -> Destination:
         """Every model-parallel rank's files, and a run around them, unless the destination is an iteration's folder."""

@@ -34,7 +34,7 @@ from ckptkit.formats.plain import to_plain
 from ckptkit.formats.standins import Storage, StoredTensor
 from ckptkit.formats.stored_keys import SLOT_OF, Keys, sort_keys
 from ckptkit.formats.torch_state import Path, flatten, key_of, name_numbered, unflatten
-from ckptkit.formats.torch_zip import Archive, open_archive
+from ckptkit.formats.torch_zip import Archive, file_checksums, open_archive
 from ckptkit.formats.torch_zip_writer import skeleton
 from ckptkit.stores.base import Store
 
@@ -106,9 +106,7 @@ class TorchFormat(Format):
         )  # fmt: skip
 
     def checksums(self, store: Store, catalog: Catalog) -> Iterator[Checksum]:
-        for file in catalog.files:
-            with store.open(file.path) as reader:
-                yield from open_archive(reader, file.path).checksums(file.path, file.path)
+        return file_checksums(store, (file.path for file in catalog.files))
 
     def lay_out(self, shards: Catalog, options: WriteOptions = WriteOptions()) -> Destination:
         """Whole tensors in as few files as `max_shard_size` allows, weights first."""

@@ -9,7 +9,7 @@ sizes and checksums come from the central directory; the local header only tells
 
 import itertools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +20,7 @@ from ckptkit.core.catalog import Checksum
 from ckptkit.errors import CorruptionError, FormatError, UnsafeError
 from ckptkit.formats import pickles
 from ckptkit.formats.standins import StoredTensor
-from ckptkit.stores.base import Reader
+from ckptkit.stores.base import Reader, Store
 
 LEGACY = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")
 """How `torch.save` began before 1.6: a pickle of a magic number."""
@@ -82,6 +82,10 @@ class Window:
         return self._fetch(offset, count)
 
 
+SMALL = "data.pkl", "byteorder"
+"""Members beside the tensors' that are read."""
+
+
 @dataclass(frozen=True)
 class Archive:
     """An opened zip.
@@ -113,13 +117,6 @@ class Archive:
             )
         return member.start + tensor.offset * tensor.dtype.itemsize
 
-    def checksums(self, path: str, what: str) -> list[Checksum]:
-        """What the zip states of its members; nothing where its writer was told to compute none (all are zero then)."""
-        if self.members["data.pkl"].crc == 0:
-            return []
-        located = [m for m in self.members.values() if m.start >= 0 and m.size]
-        return [Checksum(path, m.start, m.start + m.size, m.crc, f"{m.name} of {what}") for m in located]
-
     def content(self, tensor: StoredTensor, limit: int = 1 << 26) -> bytes:
         """A small tensor's elements in row-major order. Raises FormatError for one of more than `limit` bytes."""
         item = tensor.dtype.itemsize
@@ -145,15 +142,12 @@ def open_archive(reader: Reader, where: str, start: int = 0, size: int | None = 
         CorruptionError: the file ends before the zip does.
         UnsafeError: its pickle asks for something outside the table of stand-ins.
     """
-    window = Window(reader, start, reader.size - start if size is None else size, where)
-    members = _directory(window)
+    window, members = _members(reader, where, start, size)
     if "constants.pkl" in members and "data.pkl" in members:
         raise FormatError(
             f"{where} is a TorchScript program, not a checkpoint; save its state_dict() with torch.save"
         )
-    if "data.pkl" not in members:
-        raise FormatError(f"{where} is a zip, but has no data.pkl: torch.save did not write it")
-    _locate(window, members, ["data.pkl", *(["byteorder"] if "byteorder" in members else [])])
+    _locate(window, members, [name for name in SMALL if name in members])
     if "byteorder" in members:
         order = window.read(members["byteorder"].start, min(members["byteorder"].size, 16))
         if order != b"little":
@@ -166,6 +160,36 @@ def open_archive(reader: Reader, where: str, start: int = 0, size: int | None = 
     value = pickles.loads(window.read(pickle.start, pickle.size), where)
     _locate(window, members, [name for name in members if name.startswith("data/")])
     return Archive(where, value, members, window)
+
+
+def zip_checksums(
+    reader: Reader, path: str, what: str, start: int = 0, size: int | None = None
+) -> list[Checksum]:
+    """CRC-32s that a zip of `torch.save` states of its members. Its pickle is not read.
+
+    None where its writer was told to compute none: all are zero then. Arguments and errors are those of `open_archive`.
+    """
+    window, members = _members(reader, what, start, size)
+    if members["data.pkl"].crc == 0:
+        return []
+    _locate(window, members, [name for name in members if name.startswith("data/") or name in SMALL])
+    located = [m for m in members.values() if m.start >= 0 and m.size]
+    return [Checksum(path, m.start, m.start + m.size, m.crc, f"{m.name} of {what}") for m in located]
+
+
+def file_checksums(store: Store, paths: Iterable[str]) -> Iterator[Checksum]:
+    """`zip_checksums` of files that are a zip each."""
+    for path in paths:
+        with store.open(path) as reader:
+            yield from zip_checksums(reader, path, path)
+
+
+def _members(reader: Reader, where: str, start: int, size: int | None) -> tuple[Window, dict[str, Member]]:
+    window = Window(reader, start, reader.size - start if size is None else size, where)
+    members = _directory(window)
+    if "data.pkl" not in members:
+        raise FormatError(f"{where} is a zip, but has no data.pkl: torch.save did not write it")
+    return window, members
 
 
 def _directory(window: Window) -> dict[str, Member]:

@@ -97,7 +97,6 @@ def copy(
     whole, laid = _as_bytes(source, marker)
     last = [(marker, source.store.read(marker))] if marker is not None else []
     destination = Destination(laid, finish=lambda written: last)
-    sums = list(source.format.checksums(source.store, source.catalog))
     done = run(
         make_plan(whole, laid),
         destination,
@@ -108,11 +107,11 @@ def copy(
         restart=restart,
         overwrite=overwrite,
         progress=progress,
-        sums=sums,
+        sums=source.checksums,
     )
     _check(source, target)
     not_checked = []
-    if whole.leaves is None and not sums:
+    if whole.leaves is None and not source.checksums:
         not_checked.append(f"bytes against digests: {source.format.name} has none")
     return CopyResult(
         url=target,

@@ -17,7 +17,6 @@ from ckptkit.ops.folding import fold_names
 from ckptkit.ops.preparing import Job, Options, prepare
 from ckptkit.ops.probing import read_rate, write_rate
 from ckptkit.ops.reports import Progress, Report, count_text, duration_text, nbytes_text
-from ckptkit.ops.sources import Source
 
 __all__ = ["CastRow", "DropRow", "PlanReport", "plan", "report_on"]
 
@@ -246,16 +245,10 @@ def _padding(catalog: Catalog) -> int:
 def _unverified(job: Job) -> list[str]:
     found = []
     source = job.source
-    if source.catalog.leaves is None and source.format is not None and not _states_sums(source):
+    if source.catalog.leaves is None and source.format is not None and not source.states_checksums:
         found.append(
             f"{job.source.catalog.format} has no digests: a changed byte of the source cannot be noticed"
         )
     if len(job.plan.replicas[0]) and job.options.replicas == "first":
         found.append(f"{len(job.plan.replicas[0]):,} replicas are not compared (--replicas first)")
     return found
-
-
-def _states_sums(source: Source) -> bool:
-    """Whether the source's files hold checksums of themselves, which a reshard compares."""
-    assert source.format is not None
-    return any(True for _ in source.format.checksums(source.store, source.catalog))

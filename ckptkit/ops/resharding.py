@@ -1,7 +1,7 @@
 """Resharding: one checkpoint to another layout, format or family of names."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -202,9 +202,8 @@ def execute(job: Job, progress: Progress | None, began: float) -> ReshardResult:
         if part is not None and _in_place(job):
             return _others_did(job, part, began)
         raise StoreError(blocked, file=job.target)
+    sums = job.source.checksums
     report = report_on(job, probe=False, schedule=False)
-    source = job.source
-    sums = () if source.format is None else source.format.checksums(source.store, source.catalog)
     try:
         done = _run(job, part, sums, progress)
     except StoreError:
@@ -235,7 +234,7 @@ def execute(job: Job, progress: Progress | None, began: float) -> ReshardResult:
     )
 
 
-def _run(job: Job, part: Part | None, sums: Iterable[Checksum], progress: Progress | None) -> RunResult:
+def _run(job: Job, part: Part | None, sums: list[Checksum], progress: Progress | None) -> RunResult:
     return run(
         job.plan,
         job.destination,

@@ -5,11 +5,12 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ckptkit import models, stores
-from ckptkit.core.catalog import Catalog, Scaled
+from ckptkit.core.catalog import Catalog, Checksum, Scaled
 from ckptkit.core.layouts import Layout
 from ckptkit.engine.derived import DerivedStore
 from ckptkit.errors import FormatError, StoreError, UsageError
@@ -39,6 +40,18 @@ class Source:
     format: Format | None
     catalog: Catalog
     notes: list[str] = field(default_factory=list)
+
+    @cached_property
+    def checksums(self) -> list[Checksum]:
+        """What its files state of themselves; empty where they state nothing."""
+        return [] if self.format is None else list(self.format.checksums(self.store, self.catalog))
+
+    @property
+    def states_checksums(self) -> bool:
+        """Whether its files state checksums; reads no more than the first where they are not loaded."""
+        if "checksums" in self.__dict__:
+            return bool(self.checksums)
+        return self.format is not None and any(True for _ in self.format.checksums(self.store, self.catalog))
 
 
 def open(  # the API's own word for it

@@ -149,7 +149,7 @@ def check_bytes(path: str, *, progress: Progress | None = None) -> list[str]:
     assert source.format is not None
     faults = [structure_fault(error) for error in source.format.problems(source.store, source.catalog)]
     faults += check_leaves(source.store, source.catalog, progress=progress).faults
-    faults += check_sums(source.store, source.format.checksums(source.store, source.catalog)).faults
+    faults += check_sums(source.store, source.checksums).faults
     return [fault.what for fault in faults]
 
 
@@ -185,9 +185,7 @@ def _digests(
 ) -> None:
     catalog = source.catalog
     if catalog.leaves is None and source.format is not None:
-        stated = check_sums(
-            source.store, source.format.checksums(source.store, catalog), share=sample or 1.0, threads=threads
-        )
+        stated = check_sums(source.store, source.checksums, share=sample or 1.0, threads=threads)
         report.add(stated.faults)
         report.bytes_checked = stated.nbytes
         if stated.checked:

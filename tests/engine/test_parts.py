@@ -15,15 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.core.destination import Fixup
 from ckptkit.core.plan import make_plan
 from ckptkit.engine.parts import files_of
 from ckptkit.engine.run import RunResult, run
 from ckptkit.errors import CorruptionError, StoreError, UsageError
-from ckptkit.stores.base import Reader
 from ckptkit.stores.durable import tidy
-from ckptkit.stores.local import LocalReader, LocalStore
+from ckptkit.stores.local import LocalStore
 from ckptkit.stores.parts import Part, PartFolder
+from tests.engine.jobs import Job, forked
 from tests.engine.test_run import replicated
 from tests.engine.toy import Toy, destination, write
 
@@ -40,58 +39,23 @@ def test_every_file_is_in_one_part_and_parts_are_even(sizes: list[int], count: i
         assert column[mask].sum() <= column.sum() / count + column.max(initial=0)
 
 
-class SlowReader(LocalReader):
-    def readinto(self, offset: int, buffer: memoryview) -> None:
-        time.sleep(0.0005)
-        super().readinto(offset, buffer)
-
-
-class SlowStore(LocalStore):
-    """Takes its time, so that there are moments to be killed at."""
-
-    def open(self, path: str) -> Reader:  # type: ignore[override]
-        reader = super().open(path)
-        fd = os.dup(reader.fileno())
-        reader.close()
-        return SlowReader(fd, reader.size, reader.where)
-
-
-class Job:
-    """A plan of 12 files, a fix-up, digests and fingerprints."""
+class PartsJob(Job):
+    """12 files, with fingerprints, too."""
 
     def __init__(self, folder: str) -> None:
-        toy = Toy(roles=("param", "master"), sizes={"hidden": 24, "vocab": 40})
-        source, self.target = (
-            toy.catalog("tp=4,dp=2,ep=2,zero=1", "megatron", 64),
-            toy.catalog("tp=2,pp=2,dp=3,ep=2,zero=1", "canonical", 64),
-        )
-        self.folder, self.out = folder, folder + "/out"
-        write(folder + "/src", source, toy.bytes_of(source))
-        self.expected = toy.bytes_of(self.target)
-        self.plan = make_plan(source, self.target)
-        fixup = Fixup("crc32", 64, self.target.files[0].size, (0,))
-        self.destination = destination(self.target, digests=True, fixups={0: [fixup]})
+        super().__init__(folder, "tp=2,pp=2,dp=3,ep=2,zero=1")
         self.destination.fingerprints = True
         self.alone = self.run(None, out=folder + "/alone").written
 
     def run(self, part: Part | None, *, slow: bool = False, out: str = "") -> RunResult:
-        store = (SlowStore if slow else LocalStore)(self.folder + "/src")
-        target = out or self.out
-        return run(self.plan, self.destination, store, target, threads=1, sync_every_s=0.003, part=part)
+        return self.reshard(slow=slow, out=out, threads=1, part=part)
 
     def fork(self, part: Part, slow: bool = True, before: Callable[[], object] = lambda: None) -> int:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # idle threads of a linear algebra library
-            child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                before()
-                self.run(part, slow=slow)
-                code = 0
-            finally:
-                os._exit(code)
-        return child
+        def work() -> None:
+            before()
+            self.run(part, slow=slow)
+
+        return forked(work)
 
     def check(self) -> None:
         """The same files as those of one process, and nothing beside them."""
@@ -104,12 +68,14 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
-    return Job(str(tmp_path))
+def job(tmp_path: Path) -> PartsJob:
+    return PartsJob(str(tmp_path))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 30])
-def test_parts_in_any_order_make_the_same_files_and_the_last_puts_them_in_place(job: Job, count: int) -> None:
+def test_parts_in_any_order_make_the_same_files_and_the_last_puts_them_in_place(
+    job: PartsJob, count: int
+) -> None:
     """Parts without a file included."""
     order = random.Random(count).sample(range(1, count + 1), count)
 
@@ -133,7 +99,7 @@ def test_parts_in_any_order_make_the_same_files_and_the_last_puts_them_in_place(
 def test_processes_that_are_killed_at_any_moment_are_run_again(tmp_path: Path) -> None:
     """Four at a time; each is killed until all have ended well. Nothing is in place before."""
     rng = random.Random(4)
-    job = Job(str(tmp_path))
+    job = PartsJob(str(tmp_path))
     kills = rounds = 0
     while kills <= 10 or rounds < 6:  # a fast machine has ended more of them before their moment comes
         rounds += 1
@@ -162,13 +128,13 @@ def test_processes_that_are_killed_at_any_moment_are_run_again(tmp_path: Path) -
         job.check()
 
 
-def _mark(job: Job, part: Part) -> str:
+def _mark(job: PartsJob, part: Part) -> str:
     folders = [name for name in os.listdir(job.folder) if name.endswith(".unfinished")]
     return f"{job.folder}/{folders[0]}/.part.{part.number}-of-{part.count}" if folders else job.out
 
 
 def test_several_that_end_at_once_put_it_in_place_once(tmp_path: Path) -> None:
-    job = Job(str(tmp_path))
+    job = PartsJob(str(tmp_path))
     for _ in range(10):
         shutil.rmtree(job.out, ignore_errors=True)
         read, wrote = os.pipe()
@@ -184,7 +150,7 @@ def test_several_that_end_at_once_put_it_in_place_once(tmp_path: Path) -> None:
 
 
 def test_a_last_process_that_dies_while_it_puts_it_in_place_leaves_that_to_the_next(
-    job: Job, monkeypatch: pytest.MonkeyPatch
+    job: PartsJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At every rename, unlink and file sync of the last part in turn."""
     calls = {"left": 0}
@@ -217,7 +183,7 @@ def test_a_last_process_that_dies_while_it_puts_it_in_place_leaves_that_to_the_n
     assert status == 0 and moment > 10
 
 
-def test_another_number_of_parts_goes_on_with_what_is_durable(job: Job) -> None:
+def test_another_number_of_parts_goes_on_with_what_is_durable(job: PartsJob) -> None:
     first = job.run(Part(1, 2))
 
     results = [job.run(Part(number, 3)) for number in (1, 2, 3)]
@@ -227,7 +193,7 @@ def test_another_number_of_parts_goes_on_with_what_is_durable(job: Job) -> None:
     job.check()
 
 
-def test_one_process_ends_what_parts_began_and_the_other_way_round(job: Job) -> None:
+def test_one_process_ends_what_parts_began_and_the_other_way_round(job: PartsJob) -> None:
     """With a log of each in the folder; nothing of them stays behind."""
 
     def killed(part: Part | None) -> None:
@@ -255,7 +221,7 @@ def test_one_process_ends_what_parts_began_and_the_other_way_round(job: Job) -> 
     job.check()
 
 
-def _unfinished(job: Job) -> list[str]:
+def _unfinished(job: PartsJob) -> list[str]:
     return [
         name
         for folder in os.listdir(job.folder)
@@ -264,7 +230,7 @@ def _unfinished(job: Job) -> list[str]:
     ]
 
 
-def test_one_process_does_not_go_on_while_parts_are_at_work_nor_twice_the_same_part(job: Job) -> None:
+def test_one_process_does_not_go_on_while_parts_are_at_work_nor_twice_the_same_part(job: PartsJob) -> None:
     def hold() -> None:
         """Stop when all is written, before the part is told to be done."""
         PartFolder.mark_done = lambda self: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[method-assign]
@@ -322,7 +288,7 @@ def test_a_slurm_task_is_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
         Part.parse("slurm")
 
 
-def test_parts_write_to_a_shared_path_that_is_free(job: Job) -> None:
+def test_parts_write_to_a_shared_path_that_is_free(job: PartsJob) -> None:
     for wrong in ({"overwrite": True}, {"target": "memory://out"}):
         with pytest.raises(UsageError, match="local path"):
             run(

@@ -6,73 +6,33 @@ import random
 import shutil
 import signal
 import time
-import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ckptkit.core.catalog import LEAF
-from ckptkit.core.destination import Fixup
-from ckptkit.core.plan import make_plan
 from ckptkit.engine.run import RunResult, run
 from ckptkit.errors import InterruptedRunError
 from ckptkit.stores.base import Reader
-from ckptkit.stores.local import LocalReader, LocalStore
-from tests.engine.toy import Toy, destination, write
+from ckptkit.stores.local import LocalStore
+from tests.engine.jobs import Job, forked
 
 KILLS = 50
 
 
-class SlowReader(LocalReader):
-    def readinto(self, offset: int, buffer: memoryview) -> None:
-        time.sleep(0.0005)
-        super().readinto(offset, buffer)
-
-
-class SlowStore(LocalStore):
-    """Takes its time, so that there are moments to be killed at."""
-
-    def open(self, path: str) -> Reader:  # type: ignore[override]
-        reader = super().open(path)
-        fd = os.dup(reader.fileno())
-        reader.close()
-        return SlowReader(fd, reader.size, reader.where)
-
-
-class Job:
-    """A plan of 24 files, a fix-up and digests; about a tenth of a second."""
+class WholeJob(Job):
+    """24 files; about a tenth of a second."""
 
     def __init__(self, folder: str) -> None:
-        toy = Toy(roles=("param", "master"), sizes={"hidden": 24, "vocab": 40})
-        source, self.target = (
-            toy.catalog("tp=4,dp=2,ep=2,zero=1", "megatron", 64),
-            toy.catalog("tp=2,pp=2,dp=6,ep=4,zero=1", "canonical", 64),
-        )
-        self.folder, self.out = folder, folder + "/out"
-        write(folder + "/src", source, toy.bytes_of(source))
-        self.expected = toy.bytes_of(self.target)
-        self.plan = make_plan(source, self.target)
-        fixup = Fixup("crc32", 64, self.target.files[0].size, (0,))
-        self.destination = destination(self.target, digests=True, fixups={0: [fixup]})
+        super().__init__(folder, "tp=2,pp=2,dp=6,ep=4,zero=1")
         self.total = sum(file.size for file in self.target.files)
 
-    def run(self, slow: bool = False, overwrite: bool = False) -> RunResult:
-        store = (SlowStore if slow else LocalStore)(self.folder + "/src")
-        return run(
-            self.plan, self.destination, store, self.out, threads=2, sync_every_s=0.003, overwrite=overwrite
-        )
+    def run(self, slow: bool = False) -> RunResult:
+        return self.reshard(slow=slow, threads=2)
 
     def fork(self) -> int:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # idle threads of a linear algebra library
-            child = os.fork()
-        if child == 0:
-            try:
-                self.run(slow=True)
-            finally:
-                os._exit(0)
-        return child
+        return forked(lambda: self.run(slow=True))
 
     def kill_midway(self) -> str:
         """Kill a run whose journal has a few lines, and give its unfinished folder.
@@ -97,7 +57,7 @@ class Job:
 def test_kill_at_any_moment(tmp_path) -> None:
     """What a reader looks for is absent until all is there; the second run keeps what was durable; nothing stays behind."""
     rng = random.Random(0)
-    job = Job(str(tmp_path))
+    job = WholeJob(str(tmp_path))
     reference = job.run(slow=True)
     whole = {file.path: Path(job.out, file.path).read_bytes() for file in job.target.files}
     for number, want in enumerate(job.expected):
@@ -136,7 +96,7 @@ def test_kill_at_any_moment(tmp_path) -> None:
 
 def test_durable_segments_are_not_written_again(tmp_path) -> None:
     """A segment that the journal lists is neither read nor written again, and its digests are known all the same."""
-    job = Job(str(tmp_path))
+    job = WholeJob(str(tmp_path))
     job.kill_midway()
 
     result = job.run()
@@ -157,7 +117,7 @@ def _lines(folder: str) -> int:
 
 
 def test_a_journal_that_outlived_its_file_is_not_believed(tmp_path) -> None:
-    job = Job(str(tmp_path))
+    job = WholeJob(str(tmp_path))
     folder = job.kill_midway()
     for name in os.listdir(folder):
         if name != ".journal":
@@ -172,7 +132,7 @@ def test_a_journal_that_outlived_its_file_is_not_believed(tmp_path) -> None:
 
 def test_a_fresh_journal_does_not_vouch_for_files_that_are_gone(tmp_path) -> None:
     """A file lost by a first crash is written anew; a second crash in the middle of that must not pass its bytes as durable."""
-    job = Job(str(tmp_path))
+    job = WholeJob(str(tmp_path))
     folder = job.kill_midway()
     listed = [json.loads(line)["file"] for line in Path(folder, ".journal").read_bytes().splitlines()[1:]]
     lost = job.target.files[listed[0]].path

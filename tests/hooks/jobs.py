@@ -216,7 +216,7 @@ def given_up(rank: int, world: int, url: str, socket: str, folder: str) -> Any:
     ckpt = Checkpointer(url, cache=socket, every=1, timeout_s=30, max_failures=3)
     ckpt.register(model=net, optimizer=opt)
     ckpt.restore()
-    target = ckpt._opened.target
+    target: Any = ckpt._opened.target
     take, finish = target.take, target.finish
 
     def heard(name: str) -> None:

@@ -16,7 +16,7 @@ from tests.hooks.test_ranks import reference, weights
 @pytest.mark.parametrize("after", [("fsdp", 2), ("tp", 2)], ids=["same", "other"])
 def test_a_killed_run_goes_on_from_memory(after: tuple[str, int], tmp_path: Path) -> None:
     """Two ranks die without closing anything; new ones restore the last committed step from slots."""
-    with Cluster(tmp_path, nodes=1, drain=True) as cluster:
+    with Cluster(tmp_path, nodes=1, drain=True, scale=1.0) as cluster:
         socket, url = cluster.nodes[0].socket, str(cluster.durable)
         one = run_ranks(2, jobs.cached, "fsdp", url, socket, 3, 1)
 
@@ -29,7 +29,7 @@ def test_a_killed_run_goes_on_from_memory(after: tuple[str, int], tmp_path: Path
 
 def test_a_durable_step_is_a_native_checkpoint_at_the_url(tmp_path: Path) -> None:
     """Level 3: the daemon has drained it; it can be restored without any cache."""
-    with Cluster(tmp_path, nodes=1, drain=True) as cluster:
+    with Cluster(tmp_path, nodes=1, drain=True, scale=1.0) as cluster:
         socket, url = cluster.nodes[0].socket, str(cluster.durable)
         one = run_ranks(2, jobs.cached, "ddp", url, socket, 2, 3)
 
@@ -43,7 +43,7 @@ def test_a_durable_step_is_a_native_checkpoint_at_the_url(tmp_path: Path) -> Non
 
 def test_saves_that_another_rank_gave_up_are_skipped_and_end_no_run(tmp_path: Path) -> None:
     """More in a row than failures are allowed: the cache may refuse saves, never end the training; `wait` says that there was no save."""
-    with Cluster(tmp_path, nodes=1, ranks=2) as cluster:
+    with Cluster(tmp_path, nodes=1, ranks=2, scale=1.0) as cluster:
         (counts, said), _ = run_ranks(
             2, jobs.given_up, str(cluster.durable), cluster.nodes[0].socket, str(tmp_path)
         )

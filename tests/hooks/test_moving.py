@@ -178,9 +178,9 @@ def test_bytes_of_leaves_are_counted_as_a_loop_would(ranges: list[tuple[int, int
         disjoint.append((low, low + size))
         at = low + size
     size = max(at, 1)
-    low, high = (np.asarray([r[k] for r in disjoint], np.int64) for k in (0, 1))
+    bounds = np.asarray(disjoint, np.int64).reshape(-1, 2)
 
-    found = _per_leaf(low, high, size)
+    found = _per_leaf(bounds[:, 0], bounds[:, 1], size)
 
     want = [
         sum(max(0, min(b, (leaf + 1) * LEAF) - max(a, leaf * LEAF)) for a, b in disjoint)

@@ -105,9 +105,11 @@ def test_what_is_no_tensor_comes_back(tmp_path: Path) -> None:
 
     def build() -> tuple[Any, ...]:
         net = Net()
-        opt = torch.optim.AdamW(
-            [{"params": net.blocks.parameters(), "lr": 0.3}, {"params": net.head.parameters()}]
-        )
+        groups: list[dict[str, Any]] = [
+            {"params": net.blocks.parameters(), "lr": 0.3},
+            {"params": net.head.parameters()},
+        ]
+        opt = torch.optim.AdamW(groups)
         sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10)
         return net, opt, sched, Counter(), Counter()
 
@@ -310,7 +312,7 @@ def test_what_is_missing_is_listed_where_that_is_allowed(tmp_path: Path) -> None
     """`strict=False` restores what is there; the rest keeps its values."""
     (net, _, _), _ = trained(tmp_path, 1)
     torch.manual_seed(5)
-    other = nn.ModuleDict({"blocks": Net().blocks, "more": nn.Linear(2, 2)})
+    other: Any = nn.ModuleDict({"blocks": Net().blocks, "more": nn.Linear(2, 2)})
     kept = other["more"].weight.clone()
 
     with run(tmp_path) as ckpt:
@@ -320,7 +322,7 @@ def test_what_is_missing_is_listed_where_that_is_allowed(tmp_path: Path) -> None
         assert ckpt.restore(strict=False) == 1
         assert ckpt.missing == ("more.weight (param)", "more.bias (param)")
 
-    assert torch.equal(other["blocks"][0].up.weight, net.blocks[0].up.weight)  # type: ignore[index]
+    assert torch.equal(other["blocks"][0].up.weight, net.blocks[0].up.weight)
     assert torch.equal(other["more"].weight, kept)
 
 

@@ -1,7 +1,6 @@
 """Several ranks over gloo: any mesh to any other, replicas once, agreement with deadlines."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -187,7 +186,7 @@ def restored_head(rank: int, world: int, url: str) -> torch.Tensor:
     with Checkpointer(url, cache="off") as ckpt:
         ckpt.register(model=net, optimizer=opt)
         ckpt.restore()
-    head: Any = net.head.weight
+    head: torch.Tensor = net.head.weight
     return head.detach().clone()
 
 

@@ -61,8 +61,7 @@ def test_the_optimizer_waits_for_what_is_not_copied(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path), cache="off") as ckpt:
         ckpt.register(model=again, optimizer=opt2)
         ckpt.restore()
-    head: Any = again.head.weight
-    assert torch.equal(head, saved)
+    assert torch.equal(again.head.weight, saved)
 
 
 def test_a_parameter_that_the_forward_changes_fails_that_save(tmp_path: Path) -> None:
@@ -98,7 +97,7 @@ def test_buffers_are_copied_before_the_call_returns(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path), cache="off") as ckpt:
         ckpt.register(model=again)
         ckpt.restore(strict=False)
-    assert float(again.blocks[0].calls[0]) == 1  # type: ignore[index,union-attr]
+    assert float(again.blocks[0].calls[0]) == 1  # type: ignore[index]
 
 
 def test_memory_that_moves_while_it_is_copied_fails_that_save(tmp_path: Path) -> None:
@@ -108,7 +107,9 @@ def test_memory_that_moves_while_it_is_copied_fails_that_save(tmp_path: Path) ->
     with copies_held_back(ckpt):
         ckpt.on_step_end(1)
         net.head.weight.data = net.head.weight.data.clone()
-        ckpt._saver._judge(ckpt._saver.last)
+        save = ckpt._saver.last
+        assert save is not None
+        ckpt._saver._judge(save)
     with pytest.raises(CorruptionError, match=r"head\.weight \(param\) moved"):
         ckpt.wait()
     with pytest.raises(CorruptionError):

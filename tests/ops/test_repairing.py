@@ -97,6 +97,7 @@ def test_small_files_are_made_of_what_is_left(
     assert {k for k in before if now.get(k) != before[k]} <= {"manifest.json"} & {name}
     assert ops.verify(str(broken)).exit_code == 0
     a, b = ops.open(str(broken)).catalog, ops.open(copies["native"]).catalog
+    assert a.model is not None and b.model is not None
     assert (a.layout, a.names, a.step, a.model.config) == (b.layout, b.names, b.step, b.model.config)
 
 

@@ -65,7 +65,7 @@ class Replication:
     def __post_init__(self) -> None:
         self._cliques: Cliques | None = None
         self._homes: tuple[int, tuple[int, ...]] | None = None
-        self._held_sent = LONG_AGO
+        self._held_sent = self._landed = LONG_AGO
         self._held_cand: Version | None = None
         self._pressure = 0
 
@@ -155,7 +155,7 @@ class Replication:
         if not self.node.trains:
             return []
         due = now - self._held_sent >= self.node.settings.resend_s
-        return (self._hold(now) if due else []) + self._offer(now)
+        return (self._hold(now) if due else []) + self._offer(now) + self._land_again(now)
 
     # --- as owner ---------------------------------------------------------------------------------------------------------
 
@@ -269,6 +269,17 @@ class Replication:
                 )
                 effects += self._pull(slot, shard, nearest(decision.sources[rank], node.name, self.cliques))
         return effects
+
+    def _land_again(self, now: float) -> list[Effect]:
+        """Fetch what failed to land, as long as the restored version is one that has to have its copies."""
+        decision, record = self.node.restore, self.node.record
+        wanted = (record.newest, record.keep, record.cand) if record is not None else ()
+        if decision is None or decision.version is None or decision.version not in wanted:
+            return []
+        if now - self._landed < self.node.settings.resend_s:
+            return []
+        self._landed = now
+        return self.land()
 
     def _sources(self, shard: Shard) -> tuple[str, ...]:
         """Where a copy may be: its owner, this node's clique, durable storage."""

@@ -16,6 +16,7 @@ outside reaches a path.
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import mmap
 import os
@@ -71,6 +72,7 @@ class Tmpfs:
         self._fds: dict[str, int] = {}
         self._maps: dict[int, mmap.mmap] = {}
         self._maps_lock = threading.Lock()
+        self._writes = itertools.count()
         try:
             os.makedirs(os.path.dirname(folder), mode=0o700, exist_ok=True)
             with contextlib.suppress(FileExistsError):
@@ -129,6 +131,7 @@ class Tmpfs:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=self._fds[""])
             self._fds[name] = os.open(name, os.O_RDONLY | os.O_DIRECTORY | _FLAGS, dir_fd=self._fds[""])
+        for name in ("", *_FOLDERS):
             for left in os.listdir(self._fds[name]):
                 if left.endswith(".tmp"):
                     os.unlink(left, dir_fd=self._fds[name])
@@ -352,15 +355,20 @@ class Tmpfs:
 
     def _write(self, folder: str, name: str, content: bytes) -> None:
         here = self._fds[folder]
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _FLAGS
-        fd = os.open(f"{name}.tmp", flags, 0o600, dir_fd=here)
+        # A name of its own: two pulls may bring the same index at once.
+        temporary = f"{name}.{next(self._writes)}.tmp"
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=here)
         try:
-            view = memoryview(content)
-            while view:
-                view = view[os.write(fd, view) :]
-        finally:
-            os.close(fd)
-        os.rename(f"{name}.tmp", name, src_dir_fd=here, dst_dir_fd=here)
+            try:
+                view = memoryview(content)
+                while view:
+                    view = view[os.write(fd, view) :]
+            finally:
+                os.close(fd)
+            os.rename(temporary, name, src_dir_fd=here, dst_dir_fd=here)
+        except BaseException:
+            os.unlink(temporary, dir_fd=here)
+            raise
 
     def _read(self, folder: str, name: str) -> bytes:
         fd = os.open(name, os.O_RDONLY | _FLAGS, dir_fd=self._fds[folder])

@@ -213,8 +213,9 @@ class ObjectWriter(FileWriter):
             if _buffered(file):
                 file.closed = True  # or it would be completed when it is closed, which happens at the latest when it is freed
                 file.discard()
-            else:
+            else:  # what was written is there already, or appears now
                 file.close()
+                self.folder.place.fs.rm_file(self.folder.place.below(self.path))
 
 
 class Sums:

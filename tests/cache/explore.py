@@ -267,6 +267,7 @@ def calm(world: World) -> None:
             for save in node.saves.open.values():
                 save.sent = NEVER
             node._reported = node._polled = node.replication._held_sent = NEVER
+            node.replication._landed = NEVER
             node.draining._sent = node.draining._asked = NEVER
             node._fenced = dict.fromkeys(node._fenced, 0.0)
             for told in node.replication.told.values():

@@ -178,6 +178,67 @@ def test_row_6_power_loss_of_a_node_whose_shards_have_copies() -> None:
     assert decision is not None and "n1" not in decision.sources[2]
 
 
+def test_row_6_what_failed_to_land_on_a_replaced_node_is_fetched_again() -> None:
+    """Else the restored step would never have its copies again."""
+    world = saved(hosts=2, saves=2)
+    world.lose("n1")
+    start_daemons(world)
+    world.new_epoch(list(world.hosts))
+    fair(world, lambda w: any(op[0] == "pull" for op in w.hosts["n1"].ops), hold="pull")
+    for op in [op for op in world.hosts["n1"].ops if op[0] == "pull"]:
+        world.finish("n1", op, fails=True)
+    fair(world, all_train)
+
+    quiet(world)
+
+    restored = record(world).restored  # type: ignore[union-attr]
+    assert restored is not None and kept(world) == restored.step == 2
+    assert len(world.hosts["n1"].node.table.holding(restored)) == 4  # type: ignore[union-attr]
+
+
+def test_row_6_a_member_that_is_late_is_waited_for() -> None:
+    """However long: the step whose shards it has was committed, and nobody trains without it anyway."""
+    world = saved(hosts=2, ranks=1, saves=2)
+    begin(world)
+    seal(world)
+    fair(world, lambda w: newest(w) == 3)  # committed, not copied yet
+    world.new_epoch(["n0", "n1"])
+    first, late = world.processes
+    world.act(first, "join")
+    for _ in range(4):
+        quiet(world)
+        world.now += 60
+    coordinator = world.hosts["n0"].coordinator
+    assert coordinator is not None
+    assert coordinator.restore is None and coordinator.restoring.waiting == ["n1"]
+    assert world.counts["restore_waits"] >= 3
+
+    world.act(late, "join")
+    fair(world, all_train)
+
+    assert record(world).restored.step == 3  # type: ignore[union-attr]
+
+
+def test_row_6_a_committed_step_that_is_lost_is_named() -> None:
+    """The node that alone had a shard is no member any more, and does not answer: said in the decision, after all the time there is."""
+    world = saved(hosts=3, ranks=1, copies=0, saves=2)
+    world.crash("n2")
+    world.new_epoch(["n0", "n1"])
+    for process in world.processes:
+        world.act(process, "join")
+    quiet(world, 1)
+    coordinator = world.hosts["n0"].coordinator
+    assert coordinator is not None and coordinator.restore is None, "the former member may still answer"
+
+    world.now += 15
+    tick(world)
+
+    assert coordinator.restore is not None
+    (why,) = coordinator.restore.passed_over
+    assert "step 2 of epoch 1 was committed and is passed over: no node that answered has shard 2" in why
+    assert "nodes n2, members before, did not answer" in why and why in coordinator.restore.error
+
+
 def test_row_7_power_loss_of_a_whole_clique() -> None:
     world = cluster(2, 1, 3, settings=Settings(drain_every=2))
     for _ in range(3):

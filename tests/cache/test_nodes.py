@@ -96,6 +96,41 @@ def test_14_a_coordinator_of_an_earlier_epoch_writes_no_manifest(tmp_path: Path)
         assert not list(cluster.durable.glob("step-*/manifest.json"))
 
 
+def test_14_a_coordinator_that_was_cut_off_writes_no_manifest_beside_the_next_one(tmp_path: Path) -> None:
+    """The job was started again elsewhere while its old nodes go on: what they made durable before is restored, nothing of theirs after."""
+    url = str(tmp_path / "durable")
+    with (
+        Cluster(tmp_path / "old", ranks=2, url=url) as old,
+        Cluster(tmp_path / "new", ranks=2, url=url) as new,
+    ):
+        run = tmp_path / "durable" / "job"
+        old.launch()
+        old.start()
+        old.save(1)
+        _drain(old, 1)
+        old.save(2)
+
+        new.launch()
+        assert new.start() == 1
+        assert (old.epoch, new.epoch) == (1, 2)
+        wait_for((run / "epochs" / "00000002").exists, "the claim", new)
+        old.save(3)
+        with old.nodes[0].client() as client:
+            client.request("drain")
+
+        zombie = old.nodes[0]
+        wait_for(lambda: zombie.events("manifest not written"), "the refusal", old)
+        assert "epoch 2 was claimed" in zombie.events("manifest not written")[0]["reason"]
+        assert (run / step_dir(3, 1)).is_dir(), "it had written its shards"
+        new.save(2)
+        _drain(new, 2)
+        assert {path.parent.name for path in run.glob("*/manifest.json")} == {step_dir(1, 1), step_dir(2, 2)}
+        new.nodes[0].lose()
+        new.nodes[0].start()
+        assert new.restart() == 2
+        assert {answer["epoch"] for answer in new.answers} == {2}
+
+
 @pytest.mark.long
 def test_15_two_starts_with_one_epoch(tmp_path: Path) -> None:
     """The first incarnation has it; the second is told, and takes a higher one. Nothing of the two is mixed."""

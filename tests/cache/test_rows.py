@@ -10,7 +10,7 @@ import pytest
 from ckptkit import ops
 from ckptkit.cache.durable import DurableRun
 from ckptkit.errors import StoreError
-from ckptkit.faults.cluster.nodes import Cluster, wait_for
+from ckptkit.faults.cluster.nodes import Cluster, Node, wait_for
 from ckptkit.faults.inject.program import environment
 from ckptkit.faults.inject.storage import Rule
 from ckptkit.formats.native import step_dir
@@ -119,11 +119,66 @@ def test_30_an_upload_that_fails_in_the_middle_leaves_no_step() -> None:
     with pytest.raises(StoreError):
         run.folder.write_file(f"{name}/rank-00000.safetensors", 20 << 20, pieces())
 
+    assert set(run.folder.files()) == {f"{name}/rank-00001.digests"}, "a part of an object is there"
     assert run.steps() == ([], [])
     assert run.sweep(epoch=1, age_s=-1.0) == []  # its own epoch may still be writing
     assert run.sweep(epoch=2, age_s=-1.0) == [name]
     assert not run.folder.files()
     run.close()
+
+
+@pytest.mark.long
+def test_30_a_drain_that_finds_bad_bytes_in_the_middle_of_an_upload_leaves_no_object(tmp_path: Path) -> None:
+    """A daemon and S3: the first part is up when the next piece turns out bad. Nothing of the object appears; the folder is swept by the next epoch."""
+    pytest.importorskip("moto")
+    s3fs = pytest.importorskip("s3fs")
+    from ckptkit.faults.cluster.nursery import Nursery
+    from ckptkit.faults.cluster.objects import s3_server
+
+    with s3_server() as (url, variables), pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        Nursery.fresh()  # it must know the environment
+        bucket = s3fs.S3FileSystem()
+
+        def objects() -> set[str]:
+            bucket.invalidate_cache()
+            found = bucket.find(url)
+            return {path.rpartition("/")[2] for path in found if f"/{step_dir(1, 1)}/" in path}
+
+        try:
+            large = {"w": ((4096, 1024), "float32")}
+            cluster = Cluster(tmp_path, ranks=1, url=url, options={"shapes": large})
+            cluster.config["drain"] = {"orphan_s": 10.0}
+            with cluster:
+                node = cluster.nodes[0]
+                cluster.launch()
+                cluster.start()
+                cluster.save(1)
+                (slot,) = node.holding(1)
+                node.flip(slot, offset=9 << 20)
+                _drain(node)
+                wait_for(lambda: node.events("drain failed"), "the failure", cluster)
+
+                assert objects() == {"index.npz"}
+                cluster.save(2)
+                _drain(node, 2)
+                assert not bucket.call_s3("list_multipart_uploads", Bucket="runs").get("Uploads")
+                assert ops.verify(f"{url}/job/{step_dir(2, 1)}").exit_code == 0
+                assert cluster.restart() == 2
+                cluster.save(3)
+                _drain(node, 3)
+                wait_for(lambda: not objects(), "the sweep", cluster)
+        finally:
+            Nursery.fresh()
+
+
+def _drain(node: Node, step: int | None = None) -> None:
+    """Ask for the newest step in storage, and wait for it where it is given."""
+    with node.client() as client:
+        client.request("drain")
+    if step is not None:
+        node.cluster.reach(step, level=3)
 
 
 def test_38_a_daemon_told_to_end_without_storage_says_that_the_step_stays_in_memory(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,18 @@ def test_the_folder_is_private_and_taken_over_by_the_next_daemon(folder: Tmpfs) 
     assert [(found.number, found.nbytes, found.record) for found in again.scan()] == [(3, MIB, {"slot": 3})]
     assert again.read_side(3, "extras") == b"x"
     assert not half.exists()
+
+
+def test_two_threads_that_write_one_file_at_once_leave_it_whole(folder: Tmpfs) -> None:
+    """As two pulls do that bring the same index."""
+    content = os.urandom(3 * MIB)
+    name = xxhash.xxh3_128_hexdigest(content)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: folder.put_index(name, content), range(64)))
+
+    assert folder.read_index(name) == content
+    assert os.listdir(f"{folder.folder}/index") == [f"{name}.npz"]
 
 
 def test_one_daemon_at_a_time(folder: Tmpfs) -> None:

@@ -195,7 +195,7 @@ def _received(
     sock.settimeout(None)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout or 0.0))
     done = early
-    if done == size:
+    if done:
         yield done
     while done < size and (got := sock.recv_into(buffer[done:], min(_STEP, size - done), socket.MSG_WAITALL)):
         done += got

@@ -34,7 +34,7 @@ def peer(together: int, sent: int) -> Iterator[str]:
         thread = threading.Thread(target=serve)
         thread.start()
         try:
-            yield "127.0.0.1:{}".format(server.getsockname()[1])
+            yield f"127.0.0.1:{server.getsockname()[1]}"
         finally:
             thread.join()
 

@@ -268,9 +268,7 @@ class RankProcess:
             data = os.read(self._out, 1 << 16) if ready else b""
             if not data:
                 what = "ended" if ready else "does not answer"
-                raise Failed(
-                    f"rank {self.rank} {what}\n{self._errors.read_text()[-2000:]}\n{self.node.tail()}"
-                )
+                raise Failed(f"rank {self.rank} {what}\n{self.said()}\n{self.node.tail()}")
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         self._due -= 1
@@ -288,6 +286,10 @@ class RankProcess:
 
     def wait_ready(self) -> None:
         self.member = {"rank": self.rank, **self.answer()["ready"]}
+
+    def said(self) -> str:
+        """The end of what it wrote to standard error."""
+        return self._errors.read_text(errors="replace")[-3000:]
 
     @property
     def alive(self) -> bool:
@@ -398,12 +400,23 @@ class Cluster:
         members = [{k: v for k, v in rank.member.items() if k != "max_epoch"} for rank in self.ranks]
         for rank in self.ranks:
             rank.tell("start", members=members, epoch=self.epoch, inc=self.inc, fresh=fresh)
-        answers = [rank.answer(timeout_s) for rank in self.ranks]
+        try:
+            answers = [rank.answer(timeout_s) for rank in self.ranks]
+        except Failed as error:  # one rank waits for all, so that each must be asked
+            raise Failed(f"{error}\n{self.stacks()}\n" + "\n".join(map(Node.tail, self.nodes))) from None
         steps = {answer["step"] for answer in answers}
         if len(steps) > 1:
             raise Failed(f"ranks restored different steps: {answers}")
         self.answers = answers
         return steps.pop()
+
+    def stacks(self) -> str:
+        """Where the ranks are that live."""
+        alive = [rank for rank in self.ranks if rank.alive]
+        for rank in alive:
+            rank.kill(signal.SIGUSR1)
+        time.sleep(0.5)
+        return "\n".join(f"--- rank {rank.rank}\n{rank.said()}" for rank in alive)
 
     def restart(
         self, nodes: Sequence[Node] | None = None, per_node: int | None = None, **options: Any

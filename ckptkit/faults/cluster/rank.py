@@ -10,7 +10,9 @@ can be stopped anywhere. `{"do": "run", …}` trains by itself until it is done.
     {"do": "run", "steps": 100, "every": 5, …}
 """
 
+import faulthandler
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -317,6 +319,7 @@ class Rank:
 
 
 def main() -> None:
+    faulthandler.register(signal.SIGUSR1)  # tells where each thread is
     rank = Rank(json.loads(sys.argv[1]))
     print(json.dumps({"ready": rank.info()}), flush=True)
     for line in sys.stdin:

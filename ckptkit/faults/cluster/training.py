@@ -29,6 +29,13 @@ if TYPE_CHECKING:
 
 Job = Mapping[str, Any]
 BEGIN_S = 5.0
+PRELOAD = (
+    "ckptkit.faults.cluster.training",
+    "ckptkit.models.zaya",
+    "ckptkit.models.megatron",
+    "prometheus_client",
+)
+"""What every rank would import by itself."""
 
 
 def placed(rank: int, address: str, device: str, job: Job, config: Config, layout: Layout) -> None:
@@ -114,7 +121,7 @@ def main() -> int:
         if started is not None:
             placed(started[0], "env://", "cpu", job, config, layout)
         else:
-            launch.launch(placed, layout.world, job, config, layout)
+            launch.launch(placed, layout.world, job, config, layout, preload=PRELOAD)
     except CkptError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code

@@ -28,6 +28,7 @@ def cluster() -> Iterator[None]:
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     ray.init(
         num_cpus=4,
+        _node_ip_address="127.0.0.1",
         include_dashboard=False,
         log_to_driver=False,
         configure_logging=False,

@@ -146,7 +146,7 @@ class CacheConfig:
         uids: Users, beside our own, that may use the socket.
         threads: For digests and copies. [CPUs allowed, 8 at most]
         hash_verify: Whether leaves that came with device digests are read and compared.
-        restore_wait_s: How long inventories of all nodes are waited for.
+        restore_wait_s: How long a restore waits for inventories of former members, and for storage. Members are waited for without a limit.
         vote_s: Time from the first vote to the abort of a version whose other votes do not come.
     """
 

@@ -34,10 +34,8 @@ from ckptkit.cache.door import Door, server_context
 from ckptkit.cache.logs import Log
 from ckptkit.cache.messages import TO_COORDINATOR, TO_NODE, Bans, Inventory, PeerMessage, SlotRecord, Version
 from ckptkit.cache.metrics import Metrics
+from ckptkit.cache.sending import Sender
 from ckptkit.cache.tmpfs import Tmpfs
-
-_PIECE = 8 << 20
-"""Bytes that are sent under one timeout."""
 
 _TLS_PIECE = 1 << 20
 _VERSION = r"{epoch:\d{1,16}}/{step:\d{1,16}}/{inc:[0-9a-f]{32}}"
@@ -68,6 +66,7 @@ class HttpServer:
         self._scale = config.time_scale
         self._runner: web.AppRunner | None = None
         self._door: Door | None = None
+        self._sender = Sender()
         self._started = time.monotonic()
 
     async def start(self) -> int:
@@ -124,6 +123,7 @@ class HttpServer:
             await self._door.stop()
         if self._runner is not None:
             await self._runner.cleanup()
+        self._sender.close()
 
     @web.middleware
     async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -205,26 +205,22 @@ class HttpServer:
         response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{record.used}"
         await response.prepare(request)
         fd = self.backend.tmpfs.open_slot(record.slot, writable=False)
-        with os.fdopen(fd, "rb", buffering=0) as file:
-            await self._send(request, response, file, start, stop)
+        await self._send(request, response, fd, start, stop)
         self.metrics.replica_bytes.labels("out").inc(stop - start)
         return response
 
     async def _send(
-        self, request: web.Request, response: web.StreamResponse, file: Any, start: int, stop: int
+        self, request: web.Request, response: web.StreamResponse, fd: int, start: int, stop: int
     ) -> None:
-        """Bytes of a file, by `sendfile` where nothing encrypts. A reader that takes none for long is dropped."""
-        loop = asyncio.get_running_loop()
+        """Bytes of a file, which is closed, by `sendfile` where nothing encrypts. A reader that takes none for long is dropped."""
         transport = request.transport
         patience = self.config.limits.idle_s * self._scale
-        if transport is None:
-            raise ConnectionResetError("the peer went")
-        clear = transport.get_extra_info("sslcontext") is None
-        for at in range(start, stop, _PIECE if clear else _TLS_PIECE):
-            async with asyncio.timeout(patience):
-                if clear:
-                    await loop.sendfile(transport, file, at, min(_PIECE, stop - at), fallback=False)
-                else:
+        if transport is not None and transport.get_extra_info("sslcontext") is None:
+            await self._sender.send(transport, fd, start, stop, patience)
+            return
+        with os.fdopen(fd, "rb", buffering=0) as file:
+            for at in range(start, stop, _TLS_PIECE):
+                async with asyncio.timeout(patience):
                     await response.write(os.pread(file.fileno(), min(_TLS_PIECE, stop - at), at))
 
     async def _files(self, request: web.Request) -> web.Response:

@@ -13,7 +13,7 @@ class Settings:
         idle_poll_s: How often a node asks for the record while it waits for nothing.
         vote_s: After what time since a version's first vote a missing one aborts it (or 4 times the median, if that is longer).
         replica_s: After what time a version is given up whose copies do not get done, where a newer one waits.
-        inventory_s: How long a restore waits for the inventories of members and the list of durable versions.
+        inventory_s: How long a restore waits for inventories of nodes that are no members and the list of durable versions.
         zombie_s: After what time a process of a fenced epoch is killed, with `kill_zombies`.
         drain_every: Steps of which every multiple is written to durable storage; 0: none.
     """

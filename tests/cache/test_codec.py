@@ -47,8 +47,10 @@ EXAMPLES = [
     Poll(3, INC, "node-0", 0, 2),
     Offer(3, INC, "node-0", SHARD),
     Record(3, INC, 9, V, V, None, V, aborted=(8, 9), bans=Bans((Ban(1, 2, 3, 4),), (Mark(V, 2),))),
-    RestoreDecision(3, INC, 1, V, 2, DIGEST, (("node-0", "@durable"), ("n",)), (DIGEST, DIGEST), V, (V,), ""),
-    Inventory("node-0", (SHARD, SHARD), 1),
+    RestoreDecision(
+        3, INC, 1, V, 2, DIGEST, (("node-0", "@durable"), ("n",)), (DIGEST, DIGEST), V, (V,), ("why",), ""
+    ),
+    Inventory("node-0", (SHARD, SHARD), 1, epoch=3, inc=INC, committed=(V,)),
     SlotRecord(3, "own/12", "WRITING", 5, V, 1, 4, DIGEST, 17, "", Owner(12, 34), True, bitmap="ff01"),
     CoordinatorRecord(3, INC, RestoreDecision(3, INC, 1), Record(3, INC, 1)),
     Join(EPOCH, 1, 1, 1 << 30),

@@ -11,14 +11,14 @@ Everything here blocks; the daemon calls it from threads.
 import contextlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import xxhash
 
 from ckptkit import stores
-from ckptkit.cache.codec import MessageError, decode, encode
-from ckptkit.cache.messages import Bans, Shard, Version
+from ckptkit.cache.codec import MessageError, build, decode, encode
+from ckptkit.cache.messages import Bans, Place, Shard, Version
 from ckptkit.errors import CkptError, CorruptionError, FormatError, ShardMissingError, StoreError
 from ckptkit.formats.native import parse_step_dir, step_dir
 from ckptkit.formats.native_columns import file_name
@@ -30,6 +30,8 @@ NO_INC = "0" * 32
 """Incarnation of steps that no daemon wrote."""
 
 _EPOCH = re.compile(r"epochs/([0-9]{8,16})")
+_CLAIMS = 3
+"""Epochs whose members are looked for."""
 _BANS = "banned.json"
 
 
@@ -148,12 +150,22 @@ class DurableRun:
         stepped = [number[1] for name in self.names() if (number := parse_step_dir(name))]
         return max([0, *claimed, *stepped])
 
-    def claim(self, epoch: int, inc: str) -> None:
-        """Claim an epoch for an incarnation, again where that has it already. Raises StoreError where another one has it, or a later one began."""
+    def claim(self, epoch: int, inc: str, places: Iterable[Place] = ()) -> None:
+        """Claim an epoch for an incarnation, again where that has it already, and say where its members are. Raises StoreError where another one has it, or a later one began."""
         name = f"epochs/{epoch:08d}"
-        if not self.folder.write_new(name, json.dumps({"inc": inc}).encode()):
+        members = {place.node: place.address for place in places}
+        if not self.folder.write_new(name, json.dumps({"inc": inc, "members": members}).encode()):
             self._check_claim(epoch, inc)
         self.check_epoch(epoch)
+
+    def former(self) -> tuple[Place, ...]:
+        """Where members of the last epochs were: a node without memory may need them. What cannot be read is left out."""
+        found: dict[str, Place] = {}
+        for name in sorted(path for path in self._below("epochs") if _EPOCH.fullmatch(path))[-_CLAIMS:]:
+            with contextlib.suppress(CkptError, MessageError, ValueError, AttributeError):
+                for node, address in json.loads(self.folder.read(name)).get("members", {}).items():
+                    found[node] = build(Place, {"node": node, "address": address})
+        return tuple(found.values())
 
     def _check_claim(self, epoch: int, inc: str) -> None:
         try:

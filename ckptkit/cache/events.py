@@ -18,6 +18,7 @@ from ckptkit.cache.messages import (
     Inventory,
     Owner,
     PeerMessage,
+    Place,
     Rank,
     Reason,
     Shard,
@@ -232,11 +233,12 @@ class InventoryArrived:
 
 @dataclass(frozen=True, slots=True)
 class DurableListed:
-    """Shards of every durable version with a manifest, and the durable bans. Without a durable URL: empty. `failure`: not reachable."""
+    """Shards of every durable version with a manifest, the durable bans, and where members of the last epochs were. Without a durable URL: empty. `failure`: not reachable."""
 
     shards: tuple[Shard, ...] = ()
     bans: Bans = Bans()  # noqa: RUF009
     failure: str = ""
+    former: tuple[Place, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,8 @@ class Gathering:
 
     def _list(self, run: DurableRun) -> DurableListed:
         steps, _ = run.steps()
-        return DurableListed(tuple(shard for step in steps for shard in step.shards), run.bans())
+        shards = tuple(shard for step in steps for shard in step.shards)
+        return DurableListed(shards, run.bans(), former=run.former())
 
     async def find(self, node: Node, step: int, epoch: int | None) -> Choice | None:
         """Where the shards of a version are, on whatever node and in storage; None where some are nowhere. Raises StoreError."""

@@ -55,6 +55,7 @@ from ckptkit.cache.messages import (
     Inventory,
     Owner,
     PeerMessage,
+    Place,
     RestoreDecision,
     SlotRecord,
     Version,
@@ -211,7 +212,8 @@ class Effects:
         pause = 1.0
         while self.d.coordinator is not None and self.d.coordinator.epoch == epoch:
             try:
-                await asyncio.to_thread(run.claim, epoch.epoch, epoch.inc)
+                places = tuple(Place(*item) for item in epoch.addresses.items())
+                await asyncio.to_thread(run.claim, epoch.epoch, epoch.inc, places)
                 return
             except CkptError as error:
                 self.d.log("epoch not claimed", epoch=epoch.epoch, reason=str(error))
@@ -311,6 +313,7 @@ class Effects:
             found = await self.d.gathering.durable()
             if coordinator is not self.d.coordinator:
                 return
+            self.d.learn(found.former)
             self.d.tell_coordinator(found)
             if not found.failure:
                 return

@@ -8,6 +8,7 @@ A version that some node knows to be committed is passed over only for a reason,
 could not be read in `TRIES` attempts, or some shard has no copy where anyone answered until the time was over.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from ckptkit.cache.events import AskInventories, Broadcast, DurableListed, Effec
 from ckptkit.cache.messages import (
     CoordinatorRecord,
     Inventory,
+    Place,
     RestoreDecision,
     RestoreReport,
     Version,
@@ -85,15 +87,18 @@ class Restoring:
         self._inventories[node] = found
         self.c.bans = self.c.bans.union(found.bans)
         self.known.update(found.committed)
-        new = {place.node for place in found.former} - set(epoch.ranks) - self._former
-        self._former |= new
-        asked: list[Effect] = [AskInventories(epoch, tuple(sorted(new)))] if new else []
-        return asked + self.choose(now)
+        return self._learn(found.former) + self.choose(now)
 
     def listed(self, found: DurableListed, now: float) -> list[Effect]:
         self._durable = found
         self.c.bans = self.c.bans.union(found.bans)
-        return self.choose(now)
+        return self._learn(found.former) + self.choose(now)
+
+    def _learn(self, places: Iterable[Place]) -> list[Effect]:
+        """Ask nodes that were members before, and of whom nobody had told yet."""
+        new = {place.node for place in places} - set(self.c.epoch.ranks) - self._former
+        self._former |= new
+        return [AskInventories(self.c.epoch, tuple(sorted(new)))] if new and self.choosing else []
 
     def tick(self, now: float) -> list[Effect]:
         """Ask those again who have not answered, or have more to show soon."""

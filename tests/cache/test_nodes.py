@@ -35,6 +35,20 @@ def test_06_a_lost_node_is_restored_from_its_clique(tmp_path: Path) -> None:
         assert cluster.restart() == 3
 
 
+def test_06_a_job_on_a_new_node_alone_finds_the_others_through_storage(tmp_path: Path) -> None:
+    """No member knows anything: who the nodes were is in the epoch's claim. Else an older durable step would be taken."""
+    with Cluster(tmp_path, nodes=2, ranks=1, drain=True) as cluster:
+        cluster.launch()
+        cluster.start()
+        cluster.save(1)
+        _drain(cluster, 1)
+        cluster.save(2, level=2)
+        cluster.nodes[0].lose()
+        cluster.nodes[0].start()
+
+        assert cluster.restart([cluster.nodes[0]]) == 2
+
+
 def test_07_a_lost_clique_is_restored_from_storage(tmp_path: Path) -> None:
     with Cluster(tmp_path, nodes=2, ranks=1, drain=True) as cluster:
         cluster.launch()
@@ -85,7 +99,10 @@ def test_14_a_coordinator_of_an_earlier_epoch_writes_no_manifest(tmp_path: Path)
         cluster.start()
         claim = cluster.durable / "epochs" / "00000001"
         wait_for(claim.exists, "the claim", cluster)
-        assert json.loads(claim.read_text()) == {"inc": cluster.inc}
+        assert json.loads(claim.read_text()) == {
+            "inc": cluster.inc,
+            "members": {"n0": cluster.ranks[0].member["address"]},
+        }
         (cluster.durable / "epochs" / "00000002").write_text('{"inc": "another"}')
         cluster.save(1)
         with cluster.nodes[0].client() as client:

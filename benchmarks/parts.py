@@ -152,7 +152,13 @@ def _start_ray() -> None:
     import ray
 
     began = time.monotonic()
-    ray.init(num_cpus=COUNT, _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init(
+        num_cpus=COUNT,
+        _node_ip_address="127.0.0.1",
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+    )
 
     @ray.remote
     def warm() -> None:

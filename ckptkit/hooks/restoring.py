@@ -108,7 +108,7 @@ def restore_tensors(
             continue
         direct = direct_rows(copies, source, number, offsets, wanted, device)
         found.checked_leaves += load(direct, buffer, source, number, device)
-        found.bytes_in += sum(part.nbytes for part in direct.parts)
+        found.bytes_in += direct.nbytes
         rest[direct.rows] = False
     try:
         done = fill(

@@ -43,7 +43,8 @@ def peer(together: int, sent: int) -> Iterator[str]:
 @pytest.mark.parametrize("together", [0, 1, 1 << 20])
 def test_a_range_arrives_whole(size: int, together: int) -> None:
     """Also one that is small enough to come in one packet with its header."""
-    buffer, told = bytearray(size), []
+    buffer = bytearray(size)
+    told: list[int] = []
     with peer(together, size) as address:
         peers = Peers(Caller("job", 1, "0" * 32), None)
 

@@ -123,6 +123,12 @@ class Drainer:
         step = step_dir(job.version.step, job.version.epoch)
         raw = self._tmpfs.read_side(record.slot, "digests")
         digests = RankDigests.parse(f"slot {record.slot}", raw)
+        if record.rank == 0:
+            index = self._tmpfs.read_index(record.index_hash)
+            if index is None:
+                raise StoreError(f"the index {record.index_hash} is not on this node")
+            if folder.size(f"{step}/{INDEX}") != len(index):
+                folder.write_small(f"{step}/{INDEX}", index)
         try:
             if (
                 folder.read(f"{step}/{digests_name(name)}") == raw
@@ -131,23 +137,10 @@ class Drainer:
                 return  # by the daemon that ran before
         except ShardMissingError:
             pass
-        with ThreadPoolExecutor(1, thread_name_prefix="drain-small") as beside:
-            small = beside.submit(self._small_files, step, record)
-            with self._tmpfs.mapped(record.slot, record.used) as view:
-                folder.write_file(f"{step}/{name}", record.used, self._pieces(job, record, digests, view))
-            small.result()
-        folder.write_small(f"{step}/{digests_name(name)}", raw)
-
-    def _small_files(self, step: str, record: SlotRecord) -> None:
-        """Extras, and rank 0's index: each waits for the disk once or twice, so they go beside the rank file."""
-        folder, name = self._run.folder, file_name(record.rank)
-        if record.rank == 0:
-            index = self._tmpfs.read_index(record.index_hash)
-            if index is None:
-                raise StoreError(f"the index {record.index_hash} is not on this node")
-            if folder.size(f"{step}/{INDEX}") != len(index):
-                folder.write_small(f"{step}/{INDEX}", index)
+        with self._tmpfs.mapped(record.slot, record.used) as view:
+            folder.write_file(f"{step}/{name}", record.used, self._pieces(job, record, digests, view))
         folder.write_small(f"{step}/{extras_name(name)}", self._tmpfs.read_side(record.slot, "extras"))
+        folder.write_small(f"{step}/{digests_name(name)}", raw)
 
     def _pieces(
         self, job: _Job, record: SlotRecord, digests: RankDigests, view: memoryview

@@ -143,7 +143,7 @@ def open_archive(reader: Reader, where: str, start: int = 0, size: int | None = 
         UnsafeError: its pickle asks for something outside the table of stand-ins.
     """
     window, members = _members(reader, where, start, size)
-    if "constants.pkl" in members and "data.pkl" in members:
+    if "constants.pkl" in members:
         raise FormatError(
             f"{where} is a TorchScript program, not a checkpoint; save its state_dict() with torch.save"
         )

@@ -202,7 +202,7 @@ def execute(job: Job, progress: Progress | None, began: float) -> ReshardResult:
         if part is not None and _in_place(job):
             return _others_did(job, part, began)
         raise StoreError(blocked, file=job.target)
-    sums = job.source.checksums
+    sums = job.source.checksums  # before the report, which would look at the first of them by itself
     report = report_on(job, probe=False, schedule=False)
     try:
         done = _run(job, part, sums, progress)

@@ -38,11 +38,7 @@ def test_06_a_lost_node_is_restored_from_its_clique(tmp_path: Path) -> None:
 def test_06_a_job_on_a_new_node_alone_finds_the_others_through_storage(tmp_path: Path) -> None:
     """No member knows anything: who the nodes were is in the epoch's claim. Else an older durable step would be taken."""
     with Cluster(tmp_path, nodes=2, ranks=1, drain=True) as cluster:
-        cluster.launch()
-        cluster.start()
-        cluster.save(1)
-        _drain(cluster, 1)
-        cluster.save(2, level=2)
+        _save_a_durable_and_a_copied_step(cluster)
         cluster.nodes[0].lose()
         cluster.nodes[0].start()
 
@@ -51,11 +47,7 @@ def test_06_a_job_on_a_new_node_alone_finds_the_others_through_storage(tmp_path:
 
 def test_07_a_lost_clique_is_restored_from_storage(tmp_path: Path) -> None:
     with Cluster(tmp_path, nodes=2, ranks=1, drain=True) as cluster:
-        cluster.launch()
-        cluster.start()
-        cluster.save(1)
-        _drain(cluster, 1)
-        cluster.save(2, level=2)
+        _save_a_durable_and_a_copied_step(cluster)
 
         for node in cluster.nodes:
             node.lose()
@@ -68,6 +60,15 @@ def test_07_a_lost_clique_is_restored_from_storage(tmp_path: Path) -> None:
             "storage knows which epochs there were"
         )
         cluster.save(2, level=2)
+
+
+def _save_a_durable_and_a_copied_step(cluster: Cluster) -> None:
+    """Step 1 is in storage and in memory, step 2 in the memory of both nodes only."""
+    cluster.launch()
+    cluster.start()
+    cluster.save(1)
+    _drain(cluster, 1)
+    cluster.save(2, level=2)
 
 
 def _drain(cluster: Cluster, step: int) -> None:

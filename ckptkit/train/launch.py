@@ -7,7 +7,7 @@ others are ended.
 import multiprocessing
 import os
 import signal
-import socket
+import tempfile
 import threading
 import time
 import traceback
@@ -43,19 +43,20 @@ def launch(
         return [main(0, "", device_of(device, 0), *args)]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ckptkit.train.loop", *preload])
-    address = f"tcp://127.0.0.1:{_free_port()}"
-    workers: dict[Connection, Any] = {}
-    for rank in range(world):
-        mine, theirs = context.Pipe()
-        worker = context.Process(
-            target=_work,
-            args=(theirs, main, rank, address, device_of(device, rank), args),
-            name=f"rank {rank}",
-        )
-        worker.start()
-        theirs.close()
-        workers[mine] = worker
-    return _collect(workers)
+    # They meet in a file: a port that is free now may be another process's before rank 0 listens on it.
+    with tempfile.TemporaryDirectory(prefix="ckptkit-", ignore_cleanup_errors=True) as folder:
+        workers: dict[Connection, Any] = {}
+        for rank in range(world):
+            mine, theirs = context.Pipe()
+            worker = context.Process(
+                target=_work,
+                args=(theirs, main, rank, f"file://{folder}/meeting", device_of(device, rank), args),
+                name=f"rank {rank}",
+            )
+            worker.start()
+            theirs.close()
+            workers[mine] = worker
+        return _collect(workers)
 
 
 def under_torchrun() -> tuple[int, int, int] | None:
@@ -146,6 +147,7 @@ def _work(
     pipe: Connection, main: Callable[..., Any], rank: int, address: str, device: str, args: tuple[Any, ...]
 ) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ["MASTER_ADDR"] = "127.0.0.1"  # where ranks reach each other beside the file they met in
     try:
         pipe.send((True, main(rank, address, device, *args)))
     except BaseException as error:  # noqa: BLE001 (told to the parent, which raises it)
@@ -186,9 +188,3 @@ def device_kind(device: str, ranks: int) -> str:
     raise UsageError(
         f"{ranks} ranks need as many GPUs here, there are {have}; use --device cpu, or torchrun on more nodes"
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -408,7 +408,8 @@ def test_memory_of_before_the_last_boot_is_no_memory(tmp_path: Path) -> None:
 
         node.start()
 
-        assert not node.records()
+        # The rank may have come back already, for which slots are made; empty ones.
+        assert all(record["state"] == "FREE" for record in node.records().values())
         assert cluster.restart() is None
 
 

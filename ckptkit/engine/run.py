@@ -35,6 +35,7 @@ from ckptkit.engine.sharing import Base, share_unchanged, share_written
 from ckptkit.engine.sources import Sources
 from ckptkit.engine.syncer import Syncer
 from ckptkit.engine.unchanged import copy_unchanged
+from ckptkit.engine.ways import Way
 from ckptkit.engine.writer import Outputs, Writer
 from ckptkit.errors import CkptError, InterruptedRunError, StoreError, UsageError
 from ckptkit.stores.base import Store
@@ -59,7 +60,7 @@ class RunResult:
         compared_bytes: Bytes of replicas that were compared.
         overflows: Finite values that a cast by this run made infinite or NaN.
         checked_leaves: Leaves of the source that were compared with their digests.
-        direct: Whether writes bypassed the page cache.
+        direct: Whether writes bypassed the page cache at the end.
         threads, slab_bytes: As chosen.
         seconds: Wall-clock time.
         notes: What a user should know (work of an earlier run that was thrown away, ...).
@@ -114,7 +115,7 @@ def run(
         target: Path of a folder that does not exist, is empty, or may be replaced (`overwrite`).
         threads: Workers; chosen by CPUs, cgroup and file system unless given.
         memory: Bytes of buffers, for all workers together.
-        direct: Whether writes bypass the page cache: True, False, or `auto` (wherever it is a disk).
+        direct: Whether writes bypass the page cache: True, False, or `auto` (on a disk whatever is faster; see `ckptkit.engine.ways`).
         replicas: `check` compares pieces that hold the same elements; `first` takes the first.
         restart: Forget what an interrupted run left.
         part: Write only this part's share of the files, beside other processes that write theirs; whichever of them
@@ -253,14 +254,14 @@ class _Job:
 
     def _write(self, folder: Folder, journal: Journal, restart: bool, sync_every_s: float) -> None:
         result, destination = self.result, self.destination
-        direct = folder.direct if self.direct == "auto" else bool(self.direct)
-        outputs = Outputs(folder, destination, direct)
+        way = Way(None if folder.direct else False) if self.direct == "auto" else Way(bool(self.direct))
+        outputs = Outputs(folder, destination, way)
         durable = None if restart or not folder.resumed else self._durable(folder, journal)
         if folder.resumed and durable is None:
             folder.restart()
         # The fresh journal must not vouch for files that are gone and are written anew.
         durable = outputs.restore(durable or [])
-        shape = self._shape(direct=direct, ordered=folder.ordered)
+        shape = self._shape(direct=way.possible, ordered=folder.ordered)
         try:
             try:
                 folder.check_space(self.every_byte)
@@ -284,7 +285,7 @@ class _Job:
                     f"{result.overflows:,} finite values lie beyond the range of the type they were cast to, and became "
                     "infinite or NaN; choose a wider --dtype to keep them"
                 )
-            result.direct, result.threads = direct, shape.threads
+            result.direct, result.threads = way.direct, shape.threads
             if self.base is not None:
                 left = sorted(set(np.flatnonzero(self.mine).tolist()) - {*shared, *outputs.fixups})
                 late = share_written(self.base, outputs, left)
@@ -342,7 +343,7 @@ class _Job:
             result.committed = not result.waiting_for
             if not result.committed:
                 return
-            whole = Outputs(folder, self.destination, result.direct)
+            whole = Outputs(folder, self.destination, outputs.way)
             try:
                 whole.restore(journal.read_all(folder.logs()))
                 if not whole.done.all():
@@ -368,7 +369,7 @@ class _Job:
         result.slab_bytes = shape.slab
         kind = OrderedWriter if outputs.folder.ordered else Writer
         writer = kind(self.sources, schedule, self.stop, outputs)
-        syncer = Syncer(writer, journal, self.stop, sync_every_s)
+        syncer = Syncer(writer, journal, outputs.way, self.stop, sync_every_s)
         syncer.start()
         try:
             self._run(writer, shape, lambda: self.progress(base + writer.done_bytes, self.total))

@@ -23,6 +23,7 @@ from ckptkit.engine.journal import Durable, Journal
 from ckptkit.engine.mover import GUARD, Buffer, Mover, Slab
 from ckptkit.engine.schedule import Schedule
 from ckptkit.engine.sources import OpenFiles, Sources
+from ckptkit.engine.ways import Way
 from ckptkit.stores.folder import FileWriter, Folder
 
 SEGMENT = 64 << 20
@@ -34,12 +35,13 @@ class Outputs:
 
     Attributes:
         files: Open files, by number.
+        way: Whether slabs bypass the page cache.
         segments: Grid of segments, with all of a header in one.
         unsynced: Files written to since they were last synced.
     """
 
-    def __init__(self, folder: Folder, destination: Destination, direct: bool) -> None:
-        self.folder, self.destination = folder, destination
+    def __init__(self, folder: Folder, destination: Destination, way: Way) -> None:
+        self.folder, self.destination, self.way = folder, destination, way
         catalog = destination.catalog
         self.sizes = np.asarray([file.size for file in catalog.files], np.int64)
         # Without digests cells start at the file's first byte, which is aligned as direct writes need it.
@@ -47,7 +49,7 @@ class Outputs:
         self.origins = np.minimum(np.asarray(starts, np.int64), self.sizes)
         self.files: OpenFiles[FileWriter] = OpenFiles(
             lambda n: folder.file(
-                catalog.files[n].path, catalog.files[n].size, direct and self.sizes[n] >= LEAF
+                catalog.files[n].path, catalog.files[n].size, way.possible and self.sizes[n] >= LEAF
             )
         )
         self._starts: list[int] = self.origins.tolist()
@@ -286,7 +288,7 @@ class Writer(Mover):
             outputs.add_prints(segment, self._prints.of(slab.number, slab.start, data))
         out = outputs.files.take(slab.file)
         try:
-            out.write(slab.start, data)
+            out.write(slab.start, data, outputs.way.direct)
         finally:
             outputs.files.give(slab.file)
         outputs.unsynced.add(slab.file)

@@ -95,17 +95,23 @@ class OutFile(FileWriter):
 
     @property
     def direct(self) -> bool:  # type: ignore[override]
-        """Whether aligned writes bypass the page cache."""
+        """Whether aligned writes can bypass the page cache."""
         return self._direct >= 0
 
     def fileno(self) -> int:
         return self._fd
 
-    def write(self, offset: int, data: memoryview) -> None:
-        """Write `data` at `offset`. Aligned parts bypass the page cache where that works."""
+    def write(self, offset: int, data: memoryview, direct: bool = True) -> None:
+        """Write `data` at `offset`. Aligned parts bypass the page cache where that is asked for and works."""
         nbytes = data.nbytes
         try:
-            if self._direct >= 0 and offset % PAGE == 0 and nbytes >= PAGE and _address(data) % PAGE == 0:
+            if (
+                direct
+                and self._direct >= 0
+                and offset % PAGE == 0
+                and nbytes >= PAGE
+                and _address(data) % PAGE == 0
+            ):
                 body = nbytes - nbytes % PAGE
                 if self._write_direct(offset, data[:body]):
                     offset, data = offset + body, data[body:]
@@ -146,6 +152,10 @@ class OutFile(FileWriter):
         except OSError as error:
             self.failed = True
             raise write_fault(self.path, "sync", error) from error
+        if self._direct >= 0 and hasattr(os, "posix_fadvise"):
+            # What went through the page cache need not stay there: sources have more use for the memory.
+            with suppress(OSError):
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         for fd in (self._direct, self._fd):

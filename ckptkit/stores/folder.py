@@ -39,7 +39,7 @@ class FileWriter(ABC):
     Attributes:
         path: For messages.
         size: Bytes that it will have.
-        direct: Whether aligned writes bypass the page cache.
+        direct: Whether aligned writes can bypass the page cache.
     """
 
     path: str
@@ -47,8 +47,10 @@ class FileWriter(ABC):
     direct: bool = False
 
     @abstractmethod
-    def write(self, offset: int, data: memoryview) -> None:
+    def write(self, offset: int, data: memoryview, direct: bool = True) -> None:
         """Write `data`, which is only borrowed, at `offset`. In an `ordered` folder offsets must follow each other.
+
+        Aligned parts bypass the page cache where `direct` asks for it and the file can.
 
         Several threads may write disjoint ranges at once, except in an `ordered` folder. Raises StoreError.
         """

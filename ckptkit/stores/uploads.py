@@ -55,7 +55,7 @@ class ObjectWriter(FileWriter):
         self._sums = Sums(folder.place)
         self.begun = False
 
-    def write(self, offset: int, data: memoryview) -> None:
+    def write(self, offset: int, data: memoryview, direct: bool = True) -> None:
         assert offset == self._position, f"{self.path}: byte {offset} came after {self._position}"
         self.begun = True
         data = data.cast("B")

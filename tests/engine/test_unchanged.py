@@ -12,6 +12,7 @@ from ckptkit.core.plan import make_plan
 from ckptkit.engine.run import run
 from ckptkit.engine.sources import Sources
 from ckptkit.engine.unchanged import copy_unchanged
+from ckptkit.engine.ways import Way
 from ckptkit.engine.writer import Outputs
 from ckptkit.errors import CorruptionError
 from ckptkit.stores.durable import UnfinishedFolder
@@ -44,7 +45,7 @@ class Setting:
         plan = make_plan(self.source, self.target)
         sources = Sources(LocalStore(self.path / "src"), self.source, verify=True)
         folder = UnfinishedFolder(str(self.path / "out"), "ab")
-        outputs = Outputs(folder, self.wanted, direct=False)
+        outputs = Outputs(folder, self.wanted, Way(False))
         try:
             return copy_unchanged(plan, self.wanted, copies_into(plan), sources, outputs, clone), outputs
         finally:

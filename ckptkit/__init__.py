@@ -10,9 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    __version__: str
     from ckptkit.hooks import Checkpointer
     from ckptkit.ops import copy, diff, gc, inspect, latest, open, plan, repair, reshard, stats, synth, verify
+
+__version__ = "0.1.0"
 
 __all__ = [
     "Checkpointer",
@@ -35,22 +36,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "__version__":
-        value = _version()
-    else:
-        value = getattr(import_module("ckptkit.hooks" if name == "Checkpointer" else "ckptkit.ops"), name)
+    value = getattr(import_module("ckptkit.hooks" if name == "Checkpointer" else "ckptkit.ops"), name)
     globals()[name] = value
     return value
-
-
-def _version() -> str:
-    # importlib.metadata costs more to import than all else that `ckptkit --help` needs.
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("ckptkit")
-    except PackageNotFoundError:  # a checkout on the path, never installed
-        return "0+unknown"
 
 
 def __dir__() -> list[str]:

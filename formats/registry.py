@@ -10,9 +10,9 @@ from ckptkit.stores.base import Store
 
 _HOMES = {
     "native": "native:NativeFormat",
+    "dcp": "dcp:DcpFormat",
     "megatron": "megatron:MegatronFormat",
     "megatron-legacy": "megatron_legacy:MegatronLegacyFormat",
-    "dcp": "dcp:DcpFormat",
     "deepspeed-universal": "deepspeed_universal:DeepSpeedUniversalFormat",
     "deepspeed": "deepspeed:DeepSpeedFormat",
     "zarr": "zarr_v3:ZarrFormat",
@@ -21,7 +21,7 @@ _HOMES = {
     "hub": "hub:HubFormat",
     "torch": "torch_file:TorchFormat",
 }
-"""In the order of detection: those with a marker of their own come first."""
+"""In the order of detection: those with a marker of their own come first, what takes longer to import after them."""
 
 
 class _Formats(Mapping[str, Format]):

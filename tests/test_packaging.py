@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 import venv
 import zipfile
 from collections.abc import Iterable
@@ -200,7 +199,8 @@ def test_every_name_of_the_python_api_can_be_had() -> None:
         _ = ckptkit.nothing
 
 
-def test_the_installed_version_is_the_one_in_pyproject() -> None:
-    """After a change of the version, `make setup` renews the editable install."""
-    with open(ROOT / "pyproject.toml", "rb") as file:
-        assert tomllib.load(file)["project"]["version"] == metadata.version("ckptkit")
+def test_the_version_is_the_one_that_is_installed() -> None:
+    """After a change of the version, `touch pyproject.toml` lets make renew the editable install."""
+    import ckptkit
+
+    assert ckptkit.__version__ == metadata.version("ckptkit")

@@ -4,7 +4,7 @@
     python benchmarks/peers.py /dev/shm/x --gb 1.4
 
 Each job makes its source once, then `cp -r` of the output, the peer and ckptkit take turns, each a process of its own with its
-imports, and `sync` after it where PATH is on a disk. Peaks are resident memory of the process. Jobs:
+imports, and `sync` after it where PATH is on a disk. Peaks are the memory of all processes of a side together (PSS), sampled while it runs. Jobs:
 
     dcp         PyTorch DCP, dp=4,zero=3 to one rank: `dcp.load` into a whole state and `dcp.save`, against `reshard --to dcp`
     dcp-torch   PyTorch DCP to one file: `dcp_to_torch_save`, against `reshard --to torch`
@@ -19,18 +19,21 @@ Targets: at most 1.0 of `cp -r` on a disk and 1.5 in memory, and a fifteenth of 
 """
 
 import argparse
+import contextlib
 import importlib.util
 import os
-import resource
 import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 PER_LAYER, BASE = 0.8138, 0.9396
 """GB of a Llama of the settings below, with master weights and moments: BASE + layers * PER_LAYER."""
@@ -198,12 +201,11 @@ def measure(name: str, root: Path, in_memory: bool, gb: float, runs: int) -> Non
                     str(target),
                 ]
             began = time.monotonic()
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            peak = run(command)
             if not in_memory:
                 subprocess.run(["sync"], check=True)
             times[who].append(time.monotonic() - began)
-            if who != "cp":
-                peaks[who] = float(done.stdout.split()[-1])
+            peaks[who] = max(peak, peaks.get(who, 0.0))
         for who in times:
             shutil.rmtree(root / f"out-{who}", ignore_errors=True)
         print(
@@ -216,6 +218,36 @@ def measure(name: str, root: Path, in_memory: bool, gb: float, runs: int) -> Non
         f"{name}: {nbytes / 1e9:.2f} GB, cp {nbytes / cp / 1e9:.2f} GB/s; ours {ratio['ours']:.2f}, peer {ratio['peer']:.2f} of cp -r; "
         f"peak {peaks['ours']:.0f} MB against {peaks['peer']:.0f} MB ({peaks['peer'] / peaks['ours']:.0f}x)"
     )
+
+
+def run(command: list[str]) -> float:
+    """Run a command; the most memory in MB that it and its children had at once."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        sampler = _Sampler(process.pid)
+        sampler.start()
+        _, said = process.communicate()
+        sampler.over.set()
+        sampler.join()
+    if process.returncode:
+        sys.exit(f"{' '.join(command)} ended with {process.returncode}: {said[-2000:]}")
+    return sampler.peak / 1e6
+
+
+class _Sampler(threading.Thread):
+    """Sums the proportional set sizes of a process and its children, ten times a second."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self.over, self.peak, self._root = threading.Event(), 0, psutil.Process(pid)
+
+    def run(self) -> None:
+        while not self.over.wait(0.1):
+            total = 0
+            with contextlib.suppress(psutil.Error):
+                for one in (self._root, *self._root.children(recursive=True)):
+                    with contextlib.suppress(psutil.Error):
+                        total += one.memory_full_info().pss
+            self.peak = max(self.peak, total)
 
 
 def make(source: Path, options: dict[str, str], layers: int) -> None:
@@ -236,16 +268,13 @@ def make(source: Path, options: dict[str, str], layers: int) -> None:
 
 
 def side(job: Job, who: str, source: str, target: str) -> None:
-    """Run one side in this process, and print its peak memory in MB."""
+    """Run one side in this process."""
     if who == "peer":
         job.peer(source, target)
     else:
         import ckptkit
 
         ckptkit.reshard(source, target, **job.ours)
-    # Of this process or the largest of its workers.
-    usage = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    print(max(usage) / 1024)
 
 
 if __name__ == "__main__":

@@ -179,6 +179,7 @@ def measure(name: str, root: Path, in_memory: bool, gb: float, runs: int) -> Non
     source = root / "-".join(job.source.values()).replace(",", "-")
     if not source.exists():
         make(source, job.source, max(1, round((gb - BASE) / PER_LAYER)))
+        os.sync()  # whoever is first shall not write the source as well
     times: dict[str, list[float]] = {"cp": [], "peer": [], "ours": []}
     peaks: dict[str, float] = {}
     for _ in range(runs):

@@ -61,7 +61,7 @@ class RunResult:
         overflows: Finite values that a cast by this run made infinite or NaN.
         checked_leaves: Leaves of the source that were compared with their digests.
         direct: Whether writes bypassed the page cache at the end.
-        threads, slab_bytes: As chosen.
+        threads: As chosen.
         seconds: Wall-clock time.
         notes: What a user should know (work of an earlier run that was thrown away, ...).
     """
@@ -79,7 +79,6 @@ class RunResult:
     checked_leaves: int = 0
     direct: bool = False
     threads: int = 0
-    slab_bytes: int = 0
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
 
@@ -215,7 +214,7 @@ class _Job:
     def compare(self, pairs: Copies) -> None:
         """Compare replicas. Raises CorruptionError for the first pair that differs."""
         shape = self._shape(direct=False)
-        shape = replace(shape, slab=LEAF, task=max(LEAF, min(shape.task, 8 * LEAF)))
+        shape = replace(shape, task=max(LEAF, min(shape.task, 8 * LEAF)))
         slabs = _source_grid(self.sources)
         every = np.ones(slabs.cells, bool)
         comparer = Comparer(
@@ -359,14 +358,9 @@ class _Job:
         """Write every slab that is not durable yet."""
         result = self.result
         slabs, wanted, schedule = self._schedule(outputs, shape)
-        if shape.slab > LEAF and schedule.reads_again > 0.25:
-            # Many files share each block (a cut of rows in many parts): smaller slabs of more files fit in memory.
-            shape = replace(shape, slab=LEAF)
-            slabs, wanted, schedule = self._schedule(outputs, shape)
         start, stop = slabs.bounds(np.arange(slabs.cells))
         base = int((stop - start)[~wanted & self.mine[slabs.file(np.arange(slabs.cells))]].sum())
         result.reused_bytes = self.durable_bytes = reused = base - result.cloned_bytes - result.shared_bytes
-        result.slab_bytes = shape.slab
         kind = OrderedWriter if outputs.folder.ordered else Writer
         writer = kind(self.sources, schedule, self.stop, outputs)
         syncer = Syncer(writer, journal, outputs.way, self.stop, sync_every_s)
@@ -383,7 +377,7 @@ class _Job:
 
     def _schedule(self, outputs: Outputs, shape: Shape) -> tuple[Grid, npt.NDArray[np.bool_], Schedule]:
         """The slabs of a size, which of them are to be written, and in which order."""
-        slabs = Grid(outputs.sizes, outputs.origins, shape.slab)
+        slabs = Grid(outputs.sizes, outputs.origins, LEAF)
         files = slabs.file(np.arange(slabs.cells))
         start, _ = slabs.bounds(np.arange(slabs.cells))
         wanted = ~outputs.done[outputs.segment(files, start)] & self.mine[files]
@@ -401,7 +395,7 @@ class _Job:
         return choose_shape(self.total, self.threads, self.memory, readers, direct=direct, ordered=ordered)
 
     def _run(self, mover: Mover, shape: Shape, tick: Callable[[], None]) -> None:
-        workers = [Worker(shape.slab) for _ in range(min(shape.threads, max(mover.schedule.tasks, 1)))]
+        workers = [Worker(LEAF) for _ in range(min(shape.threads, max(mover.schedule.tasks, 1)))]
         try:
             run_tasks(
                 mover.schedule.tasks,

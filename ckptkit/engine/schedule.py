@@ -56,15 +56,6 @@ class Schedule:
     def tasks(self) -> int:
         return len(self.task) - 1
 
-    @property
-    def reads_again(self) -> float:
-        """Share of blocks that further tasks read once more."""
-        block = self.parts.block
-        task = np.repeat(np.arange(self.tasks), np.diff(self.task))
-        new = (np.diff(task, prepend=-1) != 0) | (np.diff(block, prepend=-1) != 0)
-        blocks = len(np.unique(block))
-        return int(new.sum()) / blocks - 1 if blocks else 0.0
-
 
 def make_schedule(
     copies: Copies,

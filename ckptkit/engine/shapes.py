@@ -9,10 +9,9 @@ from ckptkit.engine.writer import SEGMENT
 
 @dataclass(frozen=True)
 class Shape:
-    """Threads, bytes of a slab, bytes of slabs that a worker may hold, and how far tasks may be apart."""
+    """Threads, bytes of slabs that a worker may hold, and how far tasks may be apart."""
 
     threads: int
-    slab: int
     task: int
     window: int | None = None
 
@@ -22,8 +21,8 @@ def choose_shape(
 ) -> Shape:
     """Choose what the caller left open.
 
-    In memory, slabs of one leaf stay in the CPU's cache. On a disk a direct write keeps its thread waiting, so there are three
-    threads a CPU, and larger slabs. Remote stores are mostly waited for. A remote destination has two thirds of the memory for its
+    A slab is one leaf: it stays in the CPU's cache, and disks take writes of that size best. On a disk a write keeps its thread waiting, so
+    there are three threads a CPU. Remote stores are mostly waited for. A remote destination has two thirds of the memory for its
     uploads, and slabs that wait for their turn are held beside those being made.
 
     Args:
@@ -45,11 +44,8 @@ def choose_shape(
         window = threads + 2
         tasks += window
     share = max((memory - threads * 2 * LEAF) // tasks, LEAF)
-    slab = 4 * LEAF if direct else LEAF
-    while slab > LEAF and slab * 4 > share:
-        slab //= 2
-    small = max(slab, -(-total // (threads * 4)))  # so that every thread has something to do
-    return Shape(threads, slab, max(slab, min(share, SEGMENT, small)), window)
+    small = max(LEAF, -(-total // (threads * 4)))  # so that every thread has something to do
+    return Shape(threads, max(LEAF, min(share, SEGMENT, small)), window)
 
 
 def default_threads(direct: bool) -> int:

@@ -24,18 +24,21 @@ class Syncer(threading.Thread):
     def run(self) -> None:
         before, began = self._writer.done_bytes, time.monotonic()
         while not self._end.wait(self._every_s):
-            self._sync()
-            done, now = self._writer.done_bytes, time.monotonic()
-            self._way.judge(done - before, now - began)
-            before, began = done, now
+            if self._sync():  # without a sync, bytes may be anywhere
+                done, now = self._writer.done_bytes, time.monotonic()
+                self._way.judge(done - before, now - began)
+                before, began = done, now
 
-    def _sync(self) -> None:
+    def _sync(self) -> bool:
+        """Whether anything became durable."""
+        before = self.bytes
         if self._error is None:
             try:
                 self.bytes += self._writer.make_durable(self._journal)
             except Exception as error:  # noqa: BLE001  (raised by `end`)
                 self._error = error
                 self._stop_run.set()
+        return self.bytes > before
 
     def end(self) -> Exception | None:
         """Sync the rest, and give the error if there was one."""

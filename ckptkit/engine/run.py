@@ -214,7 +214,7 @@ class _Job:
     def compare(self, pairs: Copies) -> None:
         """Compare replicas. Raises CorruptionError for the first pair that differs."""
         shape = self._shape(direct=False)
-        shape = replace(shape, task=max(LEAF, min(shape.task, 8 * LEAF)))
+        shape = replace(shape, task=min(shape.task, 8 * LEAF))
         slabs = _source_grid(self.sources)
         every = np.ones(slabs.cells, bool)
         comparer = Comparer(
@@ -363,7 +363,7 @@ class _Job:
         result.reused_bytes = self.durable_bytes = reused = base - result.cloned_bytes - result.shared_bytes
         kind = OrderedWriter if outputs.folder.ordered else Writer
         writer = kind(self.sources, schedule, self.stop, outputs)
-        syncer = Syncer(writer, journal, outputs.way, self.stop, sync_every_s)
+        syncer = Syncer(writer, journal, self.stop, sync_every_s)
         syncer.start()
         try:
             self._run(writer, shape, lambda: self.progress(base + writer.done_bytes, self.total))

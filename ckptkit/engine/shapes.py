@@ -30,7 +30,7 @@ def choose_shape(
         threads: As the caller says.
         memory: Bytes of buffers for all.
         readers: Reads that the source is worth having in flight.
-        direct: Whether writes bypass the page cache.
+        direct: Whether writes may bypass the page cache, as on a disk.
         ordered: Whether the destination takes files from first byte to last.
     """
     given, window = threads, None
@@ -45,7 +45,7 @@ def choose_shape(
         tasks += window
     share = max((memory - threads * 2 * LEAF) // tasks, LEAF)
     small = max(LEAF, -(-total // (threads * 4)))  # so that every thread has something to do
-    return Shape(threads, max(LEAF, min(share, SEGMENT, small)), window)
+    return Shape(threads, min(share, SEGMENT, small), window)
 
 
 def default_threads(direct: bool) -> int:

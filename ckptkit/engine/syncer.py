@@ -4,18 +4,15 @@ import threading
 import time
 
 from ckptkit.engine.journal import Journal
-from ckptkit.engine.ways import Way
 from ckptkit.engine.writer import Writer
 
 
 class Syncer(threading.Thread):
     """Makes complete segments durable, now and then, and tells the way of writing how fast it was."""
 
-    def __init__(
-        self, writer: Writer, journal: Journal, way: Way, stop: threading.Event, every_s: float
-    ) -> None:
+    def __init__(self, writer: Writer, journal: Journal, stop: threading.Event, every_s: float) -> None:
         super().__init__(name="syncer", daemon=True)
-        self._every_s, self._way = every_s, way
+        self._every_s = every_s
         self._writer, self._journal, self._stop_run = writer, journal, stop
         self._end = threading.Event()
         self._error: Exception | None = None
@@ -26,7 +23,7 @@ class Syncer(threading.Thread):
         while not self._end.wait(self._every_s):
             if self._sync():  # without a sync, bytes may be anywhere
                 done, now = self._writer.done_bytes, time.monotonic()
-                self._way.judge(done - before, now - began)
+                self._writer.outputs.way.judge(done - before, now - began)
                 before, began = done, now
 
     def _sync(self) -> bool:

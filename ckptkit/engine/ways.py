@@ -6,7 +6,7 @@ from one sync to the next, and the faster one goes on.
 """
 
 _FIRST = 2
-"""Periods through the page cache before the other way is tried: the first one has its bytes only begun."""
+"""Periods through the page cache before the other way is tried: the first begins with nothing to write back, and looks faster than it is."""
 
 _AGAIN = 24
 """Every so many periods the other way is tried again, for one period: disks are shared, and what was faster may not stay it."""
